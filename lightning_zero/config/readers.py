@@ -1,0 +1,145 @@
+"""Config files and mappings, read into plain values; every complaint names the file and the place in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+import yaml
+
+from lightning_zero.config.dotted import plain
+from lightning_zero.errors import ConfigError, ConfigNotFoundError
+
+__all__ = ["read_file", "read_mapping"]
+
+_COMMENTS = ("#", "//", "/*")
+
+
+def read_mapping(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A mapping as fresh plain values.
+
+    Raises:
+        ConfigError: When a key is not a string.
+    """
+    _refuse_other_keys(config, label)
+    values: dict[str, Any] = plain(config)
+    return values
+
+
+def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The values of a DeepSpeed JSON (comments allowed) or, by its ending, a YAML file.
+
+    Raises:
+        ConfigNotFoundError: When there is no such file.
+        ConfigError: When it is a folder, cannot be read, is broken, repeats a key or holds something else than a mapping.
+    """
+    file = Path(path).expanduser()
+    text = _read_text(file)
+    values = _parse_yaml(text, file) if file.suffix.lower() in (".yaml", ".yml") else _parse_json(text, file)
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"config file {file}: holds a {_name_of(values)} where a mapping belongs. Write DeepSpeed's keys inside {{}}."
+        )
+    return read_mapping(values, f"config file {file.name}")
+
+
+def _read_text(file: Path) -> str:
+    if file.is_dir():
+        raise ConfigError(f"config file {file}: is a folder. Pass the JSON or YAML file inside it.")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigNotFoundError(
+            f"config file {file}: is not there, seen from {Path.cwd()}. Check the path or pass an absolute one."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {file}: cannot be read ({error}). Pass a readable UTF-8 file.") from error
+
+
+def _refuse_other_keys(values: Any, label: str) -> None:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{key!r}: is a key in {label} and not a string. Write DeepSpeed's key names.")
+            _refuse_other_keys(value, label)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            _refuse_other_keys(value, label)
+
+
+def _parse_json(text: str, file: Path) -> Any:
+    """Strict JSON where it is, else Hjson (JSON with comments), which is what DeepSpeed reads."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return _without_repeats(pairs, file)
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        strict = error
+    try:
+        values = hjson.loads(text, object_pairs_hook=once)
+    except hjson.HjsonDecodeError as error:
+        commented = text[strict.pos :].lstrip().startswith(_COMMENTS)
+        line, column, reason = (
+            (error.lineno, error.colno, error.msg) if commented else (strict.lineno, strict.colno, strict.msg)
+        )
+        raise _broken(file, line, column, reason) from error
+    if _swallowed_a_key(values):
+        raise _broken(file, strict.lineno, strict.colno, strict.msg)
+    return values
+
+
+def _swallowed_a_key(value: Any) -> bool:
+    """Whether Hjson read a missing comma as an unquoted string that holds the next key (``1 "b": 2``)."""
+    if isinstance(value, Mapping):
+        return any(_swallowed_a_key(entry) for entry in value.values())
+    if isinstance(value, list):
+        return any(_swallowed_a_key(entry) for entry in value)
+    return isinstance(value, str) and '":' in value.replace(" ", "")
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses a repeated key instead of taking the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f'key "{key.value}" stands twice', key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, file: Path) -> Any:
+    try:
+        return yaml.load(text, Loader=_OnceLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise _broken(file, line, column, str(error.problem)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {file}: is not YAML ({error}). Correct the file.") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]], file: Path) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(f'config file {file}: the key "{key}" stands twice in one section. Remove one of them.')
+        values[key] = value
+    return values
+
+
+def _broken(file: Path, line: int, column: int, reason: str) -> ConfigError:
+    return ConfigError(f"config file {file}, line {line}, column {column}: {reason}. Correct the file there.")
+
+
+def _name_of(value: Any) -> str:
+    return "list" if isinstance(value, list) else type(value).__name__
