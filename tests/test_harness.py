@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import RanksFailed, collect_outcomes, ranks, run_ranks
+from tests.harness import RankError, collect_outcomes, ranks, run_ranks
 
 
 def _own_rank(offset: int) -> int:
@@ -50,7 +50,7 @@ def _all_reduce(start: torch.Tensor) -> torch.Tensor:
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def _train(stage: int) -> list[float]:
@@ -82,20 +82,20 @@ def test_results_come_back_by_rank() -> None:
 
 def test_an_exception_comes_back_with_its_rank_and_traceback() -> None:
     """A rank's exception names the rank, the type, the message and the line."""
-    with pytest.raises(RanksFailed, match=r"(?s)1 of 2 ranks failed.rank 1 raised:.*_raise_on_rank_one.*lost on one"):
+    with pytest.raises(RankError, match=r"(?s)1 of 2 ranks failed.rank 1 raised:.*_raise_on_rank_one.*lost on one"):
         run_ranks(_raise_on_rank_one, 2)
 
 
 def test_a_plain_assert_shows_its_values() -> None:
     """Asserts on ranks are rewritten as pytest does it in its own process."""
-    with pytest.raises(RanksFailed, match="assert 1 == 0"):
+    with pytest.raises(RankError, match="assert 1 == 0"):
         run_ranks(_compare_on_rank_one, 2)
 
 
 def test_a_hang_is_killed_and_reported() -> None:
     """A hang ends at the timeout and the message says where the rank was."""
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"(?s)rank 1 did not end.*_hang_on_rank_one.*still here"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 did not end.*_hang_on_rank_one.*still here"):
         run_ranks(_hang_on_rank_one, 2, timeout=2)
     assert time.monotonic() - start < 10
 

@@ -6,6 +6,6 @@
 """
 
 from tests.harness.decorator import ranks
-from tests.harness.launch import RankOutcome, RanksFailed, collect_outcomes, run_ranks
+from tests.harness.launch import RankError, RankOutcome, collect_outcomes, run_ranks
 
-__all__ = ["RankOutcome", "RanksFailed", "collect_outcomes", "ranks", "run_ranks"]
+__all__ = ["RankError", "RankOutcome", "collect_outcomes", "ranks", "run_ranks"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.launch import RanksFailed, run_ranks
+from tests.harness.launch import RankError, run_ranks
 
 
 def ranks(
@@ -33,13 +33,16 @@ def ranks(
                 fixtures["world_size"] = world_size
             try:
                 run_ranks(test, world_size, timeout=timeout, env=env, **fixtures)
-            except RanksFailed as failure:
+            except RankError as failure:
                 pytest.fail(str(failure), pytrace=False)  # the ranks' tracebacks say all
 
         size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
         others = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values() if p.name != "world_size"]
         test.__signature__ = inspect.Signature([*others, size])  # type: ignore[attr-defined]  # pytest reads it
         test.rank_body = body  # type: ignore[attr-defined]  # what the ranks call
-        return pytest.mark.parametrize("world_size", world_sizes, ids=[f"{n}r" for n in world_sizes])(test)
+        parametrized: Callable[..., None] = pytest.mark.parametrize(
+            "world_size", world_sizes, ids=[f"{n}r" for n in world_sizes]
+        )(test)
+        return parametrized
 
     return decorate

@@ -42,7 +42,7 @@ class RankOutcome:
         return f"{what.rstrip()}\n--- output of rank {self.rank} ---\n{tail.rstrip()}" if tail else what.rstrip()
 
 
-class RanksFailed(AssertionError):
+class RankError(AssertionError):
     """At least one rank raised, died or hung; the message holds each one's traceback, stack and output."""
 
     def __init__(self, outcomes: Sequence[RankOutcome]) -> None:
@@ -72,7 +72,7 @@ def run_ranks(
         kwargs: passed on.
 
     Raises:
-        RanksFailed: a rank raised, died or hung.
+        RankError: a rank raised, died or hung.
     """
     __tracebackhide__ = True  # the ranks' tracebacks say all
     outcomes = collect_outcomes(function, world_size, *args, timeout=timeout, env=env, **kwargs)
@@ -80,7 +80,7 @@ def run_ranks(
         if outcome.output:  # pytest shows it when the test fails
             print(f"--- output of rank {outcome.rank} of {world_size} ---\n{outcome.output.rstrip()}")
     if any(outcome.exitcode != 0 for outcome in outcomes):
-        raise RanksFailed(outcomes)
+        raise RankError(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
@@ -157,6 +157,7 @@ def _wait(processes: Sequence[ForkServerProcess], timeout: float, grace: float) 
         if not ended:
             break
         for sentinel in ended:
+            assert isinstance(sentinel, int)
             process = processes[running.pop(sentinel)]
             process.join()
             if process.exitcode != 0:

@@ -29,7 +29,9 @@ class Call:
     def to(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
         name = function.__qualname__
         if "." in name:
-            raise TypeError(f"{function.__module__}.{name} is not at a module's top level, so that ranks cannot import it")
+            raise TypeError(
+                f"{function.__module__}.{name} is not at a module's top level, so that ranks cannot import it"
+            )
         return cls(module=function.__module__, name=name, arguments=pickle.dumps((args, kwargs)))
 
     def __call__(self) -> Any:
@@ -49,9 +51,7 @@ class Files:
 
     @classmethod
     def of(cls, folder: Path, rank: int) -> "Files":
-        return cls(
-            report=folder / f"{rank}.report", output=folder / f"{rank}.output", stacks=folder / f"{rank}.stacks"
-        )
+        return cls(report=folder / f"{rank}.report", output=folder / f"{rank}.output", stacks=folder / f"{rank}.stacks")
 
 
 def run(call: Call, environment: dict[str, str], cwd: str, files: Files) -> None:
