@@ -19,8 +19,8 @@ _OFFLOAD: Final[Mapping[Kind, str]] = {
 
 _KEYS: Final[Mapping[str, Mapping[Kind, str]]] = {
     "": {
-        "integer": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print "
-        "sequence_parallel_size vocabulary_size",
+        "count": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps sequence_parallel_size",
+        "integer": "steps_per_print vocabulary_size",
         "number": "gradient_clipping gradient_predivide_factor",
         "boolean": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer managed_gradient_accumulation "
         "prescale_gradients disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown "
@@ -67,7 +67,8 @@ _KEYS: Final[Mapping[str, Mapping[Kind, str]]] = {
     "optimizer.params": {"number": "lr eps weight_decay muon_lr adam_lr momentum", "numbers": "betas"},
     "scheduler": {"text": "type", "section": "params"},
     "scheduler.params": {
-        "integer": "total_num_steps warmup_num_steps",
+        "count": "total_num_steps",
+        "updates": "warmup_num_steps",
         "number": "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
     },
     "tensor_parallel": {"integer": "autotp_size"},

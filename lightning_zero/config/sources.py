@@ -165,7 +165,7 @@ def _argument(name: str, value: Any) -> Fact[Any] | None:
             value = read("integer", value)
         except ValueError:
             raise ConfigError(f"stage: the argument says {show(value)}. Pass 0, 1, 2 or 3.") from None
-    return Fact(value, f"{name}={show(value)}")
+    return Fact(value, f"argument {name}={show(value)}")
 
 
 def _agree_on_zero(

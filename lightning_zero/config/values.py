@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 __all__ = ["Kind", "read", "same", "show"]
 
-Kind = Literal["integer", "number", "numbers", "boolean", "text", "section", "list", "any"]
-"""What belongs under a key. ``number`` may also be a list of them where DeepSpeed takes one for each group."""
+Kind = Literal["integer", "count", "updates", "number", "numbers", "boolean", "text", "section", "list", "any"]
+"""What belongs under a key. A ``count`` is at least 1, and so are ``updates``, where 0 is read as 1 (DeepSpeed refuses
+0); ``number`` may also be a list of them where DeepSpeed takes one for each group."""
 
 _WORDS = {"true": True, "false": False}
 
@@ -31,6 +32,8 @@ def read(kind: Kind, value: Any) -> Any:
         return _boolean(value)
     if kind == "integer":
         return _integer(value)
+    if kind in ("count", "updates"):
+        return _count(value, zero_is_one=kind == "updates")
     if kind == "number":
         return [_number(entry) for entry in value] if isinstance(value, (list, tuple)) else _number(value)
     if kind == "numbers":
@@ -86,3 +89,15 @@ def _integer(value: Any) -> int:
     if not math.isfinite(number) or number != int(number):
         raise ValueError("a whole number")
     return int(number)
+
+
+def _count(value: Any, *, zero_is_one: bool) -> int:
+    try:
+        number = _integer(value)
+    except ValueError:
+        number = -1
+    if number == 0 and zero_is_one:
+        return 1
+    if number < 1:
+        raise ValueError("a whole number of at least 1")
+    return number

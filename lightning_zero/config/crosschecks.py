@@ -1,0 +1,98 @@
+"""Checks that take several keys or several facts together; each names the keys it has spoken for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lightning_zero.config.dotted import MISSING, get
+from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.config.rules import Run
+from lightning_zero.config.values import show
+
+__all__ = ["check_launch", "check_run"]
+
+_LAUNCH: Final = {"num_processes": "world_size", "num_machines": "num_nodes", "machine_rank": "node_rank"}
+"""Accelerate's name, and the fact that it is compared with."""
+
+
+def check_run(run: Run) -> dict[str, str]:
+    """A line for each contradiction, by the keys (separated by spaces) that it speaks for."""
+    lines = {**_both_precisions(run), **_parallel_sizes(run)}
+    if run.facts.purpose == "fit":
+        lines |= {**_loop_accumulates(run), **_clipping_by_value(run), **_two_places(run)}
+    return lines
+
+
+def check_launch(launch: Mapping[str, Fact[int]], facts: RunFacts) -> list[str]:
+    """A line for each number in an Accelerate YAML that differs from the run's."""
+    lines = []
+    for name, said in launch.items():
+        known: Fact[int] | None = getattr(facts, _LAUNCH[name])
+        if known is not None and known.value != said.value:
+            lines.append(
+                f"{name}: {said.origin} says {said.value}, {known.origin} says {known.value}. "
+                "Give the Trainer the same number, or take it out of the file."
+            )
+    return lines
+
+
+def _both_precisions(run: Run) -> dict[str, str]:
+    if not (run.literal("fp16.enabled") is True and run.literal("bf16.enabled") is True):
+        return {}
+    one, other = (run.origins.get(key, "config") for key in ("fp16.enabled", "bf16.enabled"))
+    places = one if one == other else f"{one} and {other}"
+    return {
+        "fp16.enabled bf16.enabled": f"fp16.enabled and bf16.enabled: {places} says true for both. "
+        'Write "auto" in both, and pass the precision to the Trainer.'
+    }
+
+
+def _parallel_sizes(run: Run) -> dict[str, str]:
+    world = run.facts.world_size
+    lines = {}
+    for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        size = run.literal(key)
+        if world is not None and isinstance(size, int) and size > 1 and world.value % size:
+            lines[key] = (
+                f"{key}: {run.origins.get(key, 'config')} says {size}, which does not divide the {world.value} processes "
+                f"of {world.origin}. Change one of the two."
+            )
+    return lines
+
+
+def _loop_accumulates(run: Run) -> dict[str, str]:
+    key = "gradient_accumulation_steps"
+    steps = run.literal(key)
+    if not run.facts.loop_accumulates or steps in (None, 1):
+        return {}
+    return {
+        key: f"{key}: {run.origins.get(key, 'config')} says {steps}, and under Fabric the training loop decides. "
+        'Write "auto" or 1 there, and accumulate with fabric.no_backward_sync.'
+    }
+
+
+def _clipping_by_value(run: Run) -> dict[str, str]:
+    clip = run.facts.gradient_clip_val
+    if run.facts.gradient_clip_algorithm != "value" or clip is None or not clip.value:
+        return {}
+    return {
+        "gradient_clipping": 'gradient_clipping: Trainer(gradient_clip_algorithm="value") asks for clipping by value, and '
+        'DeepSpeed clips by norm. Pass gradient_clip_algorithm="norm", or leave gradient_clip_val out.'
+    }
+
+
+def _two_places(run: Run) -> dict[str, str]:
+    lines = {}
+    for section, from_code, what in (
+        ("optimizer", run.facts.optimizer_from_code, "an optimizer"),
+        ("scheduler", run.facts.scheduler_from_code, "a scheduler"),
+    ):
+        if from_code and get(run.values, section) is not MISSING:
+            kind: Any = run.literal(f"{section}.type")
+            place = run.origins.get(f"{section}.type", "config")
+            lines[section] = (
+                f"{section}: {place} has a section for {show(kind)}, and the code gives {what} too. "
+                "Remove the section, or return nothing from the code."
+            )
+    return lines
