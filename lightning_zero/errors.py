@@ -35,7 +35,6 @@ class ConfigNotFoundError(ConfigError, FileNotFoundError):
     """A config file is not there."""
 
 
-
 class CheckpointError(ZeroError, RuntimeError):
     """A checkpoint is damaged, incomplete or cannot be used this way."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +68,8 @@ def read_accelerate(values: Mapping[str, Any], label: str, folder: Path | None) 
     Args:
         values: The Accelerate config.
         label: Where it was read, for messages.
-        folder: The folder it lies in; a relative ``deepspeed_config_file`` is looked for in the working folder, then here.
+        folder: The folder it lies in. A relative ``deepspeed_config_file`` is looked for in the working folder, then
+            here.
 
     Raises:
         ConfigError: When it is for something else than DeepSpeed, or says two things about one setting.
@@ -142,7 +142,7 @@ def _agree(key: str, one: Any, other: Any) -> bool:
 
 
 def _find(file: str, folder: Path | None) -> Path:
-    path = Path(os.path.expanduser(file))
+    path = Path(file).expanduser()
     if folder is not None and not path.is_absolute() and not path.exists() and (folder / path).exists():
         return folder / path
     return path

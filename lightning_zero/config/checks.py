@@ -121,7 +121,9 @@ def check_zero(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
     """A line for a stage or an offload that DeepSpeed does not have, or would ignore."""
     stage = get(values, "zero_optimization.stage")
     if stage not in STAGES:
-        return [f"zero_optimization.stage: {origins['zero_optimization.stage']} says {show(stage)}. Write 0, 1, 2 or 3."]
+        return [
+            f"zero_optimization.stage: {origins['zero_optimization.stage']} says {show(stage)}. Write 0, 1, 2 or 3."
+        ]
     lines = []
     for section, lowest in zip(OFFLOADS, (1, 3), strict=True):
         key = f"{section}.device"

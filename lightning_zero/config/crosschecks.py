@@ -55,8 +55,8 @@ def _parallel_sizes(run: Run) -> dict[str, str]:
         size = run.literal(key)
         if world is not None and isinstance(size, int) and size > 1 and world.value % size:
             lines[key] = (
-                f"{key}: {run.origins.get(key, 'config')} says {size}, which does not divide the {world.value} processes "
-                f"of {world.origin}. Change one of the two."
+                f"{key}: {run.origins.get(key, 'config')} says {size}, which does not divide the "
+                f"{world.value} processes of {world.origin}. Change one of the two."
             )
     return lines
 
@@ -77,8 +77,8 @@ def _clipping_by_value(run: Run) -> dict[str, str]:
     if run.facts.gradient_clip_algorithm != "value" or clip is None or not clip.value:
         return {}
     return {
-        "gradient_clipping": 'gradient_clipping: Trainer(gradient_clip_algorithm="value") asks for clipping by value, and '
-        'DeepSpeed clips by norm. Pass gradient_clip_algorithm="norm", or leave gradient_clip_val out.'
+        "gradient_clipping": 'gradient_clipping: Trainer(gradient_clip_algorithm="value") asks for clipping by value, '
+        'and DeepSpeed clips by norm. Pass gradient_clip_algorithm="norm", or leave gradient_clip_val out.'
     }
 
 

@@ -18,7 +18,7 @@ def is_auto(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A deep copy in which every mapping is a dict and every tuple a list, so that nothing is shared with the source."""
+    """A deep copy in which every mapping is a dict and every tuple a list; nothing is shared with the source."""
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

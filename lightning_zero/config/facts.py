@@ -8,11 +8,11 @@ from typing import Any, Generic, Literal, TypeVar
 
 __all__ = ["Fact", "RunFacts"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Fact(Generic[T]):
+class Fact(Generic[T_co]):
     """A value and the place it was read from.
 
     Args:
@@ -20,7 +20,7 @@ class Fact(Generic[T]):
         origin: The place in the user's words, for messages and tables: ``Trainer(accumulate_grad_batches=4)``.
     """
 
-    value: T
+    value: T_co
     origin: str
 
 

@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed knows: what belongs under each, their other spellings, and the nearest one to a misspelling."""
+"""The keys that DeepSpeed knows: what belongs under each, their other spellings, the nearest one to a misspelling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Final
 
 from lightning_zero.config.values import Kind
 
-__all__ = ["ALIASES", "CLOSED_SECTIONS", "KINDS", "SECTIONS", "known_keys", "left_to_deepspeed", "nearest"]
+__all__ = [
+    "ALIASES",
+    "CLOSED_SECTIONS",
+    "KINDS",
+    "LEFT_TO_DEEPSPEED",
+    "SECTIONS",
+    "known_keys",
+    "left_to_deepspeed",
+    "nearest",
+]
 
 _OFFLOAD: Final[Mapping[Kind, str]] = {
     "integer": "buffer_count",
@@ -110,7 +119,7 @@ ALIASES: Final[Mapping[str, str]] = {
 }
 """Other spellings that DeepSpeed accepts, and the one that counts."""
 
-_LEFT_TO_DEEPSPEED: Final = (
+LEFT_TO_DEEPSPEED: Final = (
     "data_types.keep_in_fp32_modules",
     "zero_optimization.zenflow.select_strategy",
     "zero_optimization.zenflow.select_interval",
@@ -122,7 +131,7 @@ _LEFT_TO_DEEPSPEED: Final = (
 
 def left_to_deepspeed(path: str) -> bool:
     """Whether DeepSpeed itself understands ``"auto"`` at this dotted key."""
-    return any(fnmatchcase(path, pattern) for pattern in _LEFT_TO_DEEPSPEED)
+    return any(fnmatchcase(path, pattern) for pattern in LEFT_TO_DEEPSPEED)
 
 
 def known_keys(section: str) -> tuple[str, ...]:

@@ -35,14 +35,15 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         ConfigNotFoundError: When there is no such file.
-        ConfigError: When it is a folder, cannot be read, is broken, repeats a key or holds something else than a mapping.
+        ConfigError: When it is a folder, cannot be read, is broken, repeats a key or does not hold a mapping.
     """
     file = Path(path).expanduser()
     text = _read_text(file)
     values = _parse_yaml(text, file) if file.suffix.lower() in (".yaml", ".yml") else _parse_json(text, file)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"config file {file}: holds a {_name_of(values)} where a mapping belongs. Write DeepSpeed's keys inside {{}}."
+            f"config file {file}: holds a {_name_of(values)} where a mapping belongs. "
+            "Write DeepSpeed's keys inside {}."
         )
     return read_mapping(values, f"config file {file.name}")
 
@@ -119,7 +120,7 @@ class _OnceLoader(yaml.SafeLoader):
 
 def _parse_yaml(text: str, file: Path) -> Any:
     try:
-        return yaml.load(text, Loader=_OnceLoader)
+        return yaml.load(text, Loader=_OnceLoader)  # noqa: S506 - a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)

@@ -1,4 +1,4 @@
-"""The resolver: the user's words and the run's facts in; a whole DeepSpeed config with the origin of every value out."""
+"""The resolver: the user's words and the run's facts in, a whole DeepSpeed config and the origin of every value out."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ class _Resolution:
                 self.notes.append(rule.default_note)
         if fact is None:
             if not absent and self.final and not (self.evaluates and rule.training):
-                self.lines.append(f'{rule.key}: {self.origins[rule.key]} says "auto", and nothing supplies it. {rule.missing}')
+                self.lines.append(
+                    f'{rule.key}: {self.origins[rule.key]} says "auto", and nothing supplies it. {rule.missing}'
+                )
             self.remove(rule.key)
         elif not (absent and rule.absent is Absent.WRITE_TRUE and not fact.value):
             put(self.values, rule.key, plain(fact.value))
@@ -273,8 +275,8 @@ class _Resolution:
         has_version = self.facts.optimizer_has_cpu_version
         if self.view.offloads_optimizer and has_version is not None and not has_version.value and not self.evaluates:
             self.notes.append(
-                f"zero_force_ds_cpu_optimizer: {has_version.origin} has no CPU version in DeepSpeed, so it is kept and steps "
-                "on the CPU as it is. Adam and AdamW have one."
+                f"zero_force_ds_cpu_optimizer: {has_version.origin} has no CPU version in DeepSpeed, so it is kept "
+                "and steps on the CPU as it is. Adam and AdamW have one."
             )
 
     def remark_accelerate(self) -> None:
@@ -286,7 +288,9 @@ class _Resolution:
                 continue
             if ours is MISSING or not same(ours, wanted):
                 here = "nothing" if ours is MISSING else show(ours)
-                self.notes.append(f"{key}: {asked.origin} asks for {show(wanted)}, the config has {here}. The config holds.")
+                self.notes.append(
+                    f"{key}: {asked.origin} asks for {show(wanted)}, the config has {here}. The config holds."
+                )
 
     def remark_unused(self) -> None:
         """Say which values of ``auto={...}`` found no key."""

@@ -1,4 +1,4 @@
-"""The rules, one row a key: how a run's facts decide it, whether a literal must match, and what to do about a contradiction.
+"""The rules, one row a key: how a run's facts decide it, whether a literal must match, and the remedy.
 
 ``docs/auto.md`` is made from this table.
 """
@@ -135,7 +135,9 @@ def _micro_batch(run: Run) -> Fact[int] | None:
     if run.literal(_MICRO) is not None or total is None or world is None or steps is None:
         return None
     share, rest = divmod(total, world.value * steps)
-    return None if rest or not share else Fact(share, f"{_TOTAL} {total} / (accumulation {steps} x {_count(world.value)})")
+    if rest or not share:
+        return None
+    return Fact(share, f"{_TOTAL} {total} / (accumulation {steps} x {_count(world.value)})")
 
 
 def _no_micro_batch(run: Run) -> Fact[int] | None:

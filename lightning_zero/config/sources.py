@@ -68,8 +68,8 @@ def compose(
     """Compose preset, config, arguments and overrides.
 
     Args:
-        config: DeepSpeed's keys, the path of a DeepSpeed JSON or YAML, or of an Accelerate YAML. ``None``: the file that
-            ``PL_DEEPSPEED_CONFIG_PATH`` names, if any.
+        config: DeepSpeed's keys, the path of a DeepSpeed JSON or YAML, or of an Accelerate YAML. ``None``: the file
+            that ``PL_DEEPSPEED_CONFIG_PATH`` names, if any.
         preset: A registered strategy name.
         stage: ZeRO stage, 0 to 3.
         offload_optimizer: ``cpu`` or ``nvme``.
@@ -112,7 +112,9 @@ def compose(
     return SourcedConfig(values, origins, launch, read_environment(environ), tuple(notes))
 
 
-def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, environ: Mapping[str, str]) -> _Source | None:
+def _read_config(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None, environ: Mapping[str, str]
+) -> _Source | None:
     suffix, folder = "", None
     if config is None:
         config, suffix = environ.get(_CONFIG_VARIABLE), f" ({_CONFIG_VARIABLE})"
@@ -121,12 +123,13 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, envi
     if isinstance(config, Mapping):
         source = _Source(read_mapping(config, "config"), "config")
     elif isinstance(config, (str, os.PathLike)):
-        path = Path(os.path.expanduser(config))
+        path = Path(config).expanduser()
         folder = path.parent
         source = _Source(read_file(path), f"config file {path.name}{suffix}")
     else:
         raise ConfigError(
-            f"config: is a {type(config).__name__}. Pass a mapping of DeepSpeed's keys, or the path of a JSON or YAML file."
+            f"config: is a {type(config).__name__}. "
+            "Pass a mapping of DeepSpeed's keys, or the path of a JSON or YAML file."
         )
     if is_accelerate(source.values):
         accelerate = read_accelerate(source.values, source.label, folder)
@@ -183,12 +186,12 @@ def _agree_on_zero(
         if first is None:
             continue
         named[key] = first
-        for other in places[1:]:
-            if other is not None and not same(other.value, first.value):
-                lines.append(
-                    f"{key}: {other.origin} says {show(other.value)}, {first.origin} says {show(first.value)}. "
-                    "Keep one of the two."
-                )
+        lines += [
+            f"{key}: {other.origin} says {show(other.value)}, {first.origin} says {show(first.value)}. "
+            "Keep one of the two."
+            for other in places[1:]
+            if other is not None and not same(other.value, first.value)
+        ]
     return named
 
 

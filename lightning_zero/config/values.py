@@ -76,7 +76,7 @@ def _number(value: Any) -> float | int:
             return float(value)
         except ValueError:
             raise ValueError("a number") from None
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     raise ValueError("a number")
 
