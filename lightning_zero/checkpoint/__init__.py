@@ -1,0 +1,1 @@
+"""Shards on disk to whole weights: pure, without Lightning or DeepSpeed."""
