@@ -41,7 +41,7 @@ _KEYS: Final[Mapping[str, Mapping[Kind, str]]] = {
         "weight_quantization torch_autocast",
         "any": "checkpoint_writer data_parallel_group global_rank nebula compression_training amp quantize_training "
         "sparse_gradients eigenvalue sparse_attention elasticity graph_harvesting curriculum_learning "
-        "progressive_layer_drop zero_quantized_nontrainable_weights",
+        "progressive_layer_drop",
     },
     "zero_optimization": {
         "integer": "stage reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size "
@@ -81,6 +81,10 @@ _KEYS: Final[Mapping[str, Mapping[Kind, str]]] = {
         "number": "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
     },
     "tensor_parallel": {"integer": "autotp_size"},
+    "aio": {
+        "integer": "block_size queue_depth intra_op_parallelism",
+        "boolean": "single_submit overlap_events use_gds",
+    },
 }
 
 KINDS: Final[Mapping[str, Kind]] = {
