@@ -1,0 +1,112 @@
+"""DeepSpeed's undocumented names, each with what it is, why it is needed and where it was last seen (0.19.8)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module, Parameter
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+# ``Init._convert_to_deepspeed_param`` hangs these on a parameter besides those that begin with ``ds_``. A parameter
+# that is to be an ordinary one again must lose them, since ``hasattr(p, "ds_id")`` decides in many places.
+_PARAMETER_ATTRIBUTES = (
+    "aligned_size",
+    "all_gather",
+    "all_gather_coalesced",
+    "convert_to_zero_parameters",
+    "is_external_param",
+    "item",
+    "nvme_swapper",
+    "padding_size",
+    "partition",
+    "partition_gradients",
+    "partition_numel",
+    "reduce_gradients_at_owner",
+)
+
+
+def forget_partitioning(parameter: Parameter) -> None:
+    """Takes everything that ``zero.Init`` hung on a parameter off it again; its data must be whole."""
+    for name in list(vars(parameter)):
+        if name.startswith("ds_") or name in _PARAMETER_ATTRIBUTES:
+            delattr(parameter, name)
+
+
+def restore_parameter_dicts(module: Module) -> None:
+    """Undoes ``parameter_offload._inject_parameters``, which swaps each module's ``_parameters`` for a subclass."""
+    for child in module.modules():
+        if isinstance(child._parameters, OrderedDict):  # torch's own are plain dicts
+            child._parameters = dict(child._parameters)
+        vars(child).pop("_original_parameters", None)
+
+
+def set_clipping(engine: DeepSpeedEngine, max_norm: float) -> None:
+    """Sets the norm that the next ``engine.step()`` clips to; DeepSpeed reads it from the config once otherwise.
+
+    ZeRO and 16-bit optimizers keep it as ``clip_grad``; the engine's config serves stage 0 in fp32.
+    """
+    engine._config.gradient_clipping = max_norm
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = max_norm
+
+
+def begin_backward(engine: DeepSpeedEngine) -> None:
+    """Says that a new backward starts, for loops that run several inside one forward of the engine.
+
+    The engine says it at each forward. Without it, stage 3 takes the second backward for another phase of the first
+    and overwrites its gradients.
+    """
+    if hasattr(engine.optimizer, "clear_backward_seen_flag"):
+        engine.optimizer.clear_backward_seen_flag()
+
+
+def clear_gradients(engine: DeepSpeedEngine) -> None:
+    """Drops every gradient that an engine holds, reduced or not, so that the next window starts from nothing.
+
+    ``optimizer.zero_grad()`` alone leaves what stages 1-3 have already reduced: stage 2 would add it to the next
+    update, and so would stage 3 for parameters that the next window does not use.
+    """
+    optimizer = engine.optimizer
+    optimizer.zero_grad(set_to_none=True)
+    engine.zero_grad()
+    engine._unmanaged_backward_count = 0
+    if hasattr(optimizer, "bit16_groups") and hasattr(optimizer, "averaged_gradients"):
+        _clear_stage_1_and_2(optimizer)
+    elif hasattr(optimizer, "grad_partitions_flat_buffer"):
+        _clear_stage_3(optimizer)
+    elif hasattr(optimizer, "clear_hp_grads"):  # BF16_Optimizer: bf16 at stage 1 with fp32 accumulation
+        optimizer.clear_hp_grads()
+
+
+def _clear_stage_1_and_2(optimizer: Any) -> None:
+    optimizer.micro_step_id = -1  # INITIAL_MICRO_STEP_ID: the next backward copies instead of adding
+    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for group in gradients:
+            gradients[group] = None
+    if optimizer.cpu_offload:
+        optimizer._offload_accumulated_param_ids = set()
+        optimizer.reset_cpu_buffers()
+        for partition in optimizer.single_partition_of_fp32_groups:
+            if partition.grad is not None:
+                partition.grad.zero_()
+
+
+def _clear_stage_3(optimizer: Any) -> None:
+    optimizer.averaged_gradients = {}
+    optimizer.norm_for_param_grads = {}
+    optimizer._offload_boundary_param_ids.clear()
+    if optimizer.grad_partitions_flat_buffer is not None:
+        optimizer.grad_partitions_flat_buffer.zero_()
+    if optimizer.offload_optimizer:
+        for partition in optimizer.fp32_partitioned_groups_flat:
+            if partition.grad is not None:
+                partition.grad.zero_()
+
+
+def gradient_norm(engine: DeepSpeedEngine) -> float | None:
+    """Global gradient norm of the last update before clipping, or ``None`` before the first."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm)

@@ -1,0 +1,132 @@
+"""From a resolved config and a module to a DeepSpeed engine, and back."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.engine.accelerator import environment
+from lightning_zero.engine.partition import is_partitioned, restore_whole
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+# What DeepSpeed cannot do without, and what says nothing about an evaluation.
+_EVALUATION_BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+
+def join_process_group(backend: str, local_rank: int, timeout: timedelta | None) -> None:
+    """Puts DeepSpeed's communication layer on top of the process group that exists already."""
+    import deepspeed
+
+    with environment({"LOCAL_RANK": str(local_rank)}):
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def set_log_level(level: int) -> None:
+    """Log level of DeepSpeed's own logger, as in :mod:`logging`."""
+    logging.getLogger("DeepSpeed").setLevel(level)
+
+
+@contextmanager
+def sharded_init(config: Mapping[str, Any], *, enabled: bool, local_rank: int) -> Iterator[None]:
+    """Parameters made inside are partitioned at once (``deepspeed.zero.Init``); without effect below stage 3."""
+    if not enabled:
+        yield
+        return
+    import deepspeed
+
+    visible = {**_EVALUATION_BATCH, **copy.deepcopy(dict(config))}
+    with environment({"LOCAL_RANK": str(local_rank)}), deepspeed.zero.Init(config_dict_or_path=visible):
+        yield
+
+
+def start_engine(
+    module: Module,
+    config: Mapping[str, Any],
+    *,
+    device: torch.device,
+    local_rank: int,
+    optimizer: Optimizer | None = None,
+    evaluate: bool = False,
+) -> DeepSpeedEngine:
+    """An engine around ``module``.
+
+    Args:
+        module: The module to train or evaluate; its parameters become views of, or shards in, the engine's buffers.
+        config: A resolved config: no ``"auto"`` in it. Not edited.
+        device: This rank's device.
+        local_rank: This rank's number on its host.
+        optimizer: The optimizer from code; ``None``: the one of the config's ``optimizer`` section.
+        evaluate: No optimizer at all, so that no optimizer state is allocated.
+
+    Returns:
+        The engine. The caller steps a scheduler made from the config, so the engine holds none.
+    """
+    import deepspeed
+
+    args = argparse.Namespace(device_rank=device.index) if device.type == "cuda" else None
+    parameters = [] if evaluate else [p for p in module.parameters() if p.requires_grad]
+    with environment({"LOCAL_RANK": str(local_rank)}):
+        engine, *_ = deepspeed.initialize(
+            args=args,
+            model=module,
+            optimizer=optimizer,
+            model_parameters=parameters,
+            config=copy.deepcopy(dict(config)),
+            dist_init_required=False,
+        )
+    _configure_activation_checkpointing(config)
+    return engine
+
+
+def release_engine(engine: DeepSpeedEngine, *, whole: set[str]) -> None:
+    """Ends an engine: its hooks leave the module and its buffers can be freed.
+
+    Args:
+        engine: The engine to end.
+        whole: Names of the parameters that existed whole on every rank before the engine partitioned them;
+            those are made whole again.
+    """
+    module = engine.module
+    engine.destroy()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    restore_whole(module, whole)
+    for parameter in module.parameters():
+        parameter.grad = None
+    # The engine is referenced from its own hooks and closures; what holds memory is let go by name.
+    engine.optimizer = None
+    engine.basic_optimizer = None
+    engine.lr_scheduler = None
+
+
+def whole_parameters(module: Module) -> set[str]:
+    """Names of the parameters that are whole on this rank."""
+    return {name for name, parameter in module.named_parameters() if not is_partitioned(parameter)}
+
+
+def _configure_activation_checkpointing(config: Mapping[str, Any]) -> None:
+    section = config.get("activation_checkpointing")
+    if not section:
+        return
+    import deepspeed
+
+    deepspeed.checkpointing.configure(
+        mpu_=None,
+        partition_activations=section.get("partition_activations"),
+        contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+        num_checkpoints=section.get("number_checkpoints"),
+        checkpoint_in_cpu=section.get("cpu_checkpointing"),
+        synchronize=section.get("synchronize_checkpoint_boundary"),
+        profile=section.get("profile"),
+    )

@@ -1,0 +1,37 @@
+"""Parameters sharded over the ranks (stage 3): which are, and how they become whole again."""
+
+from __future__ import annotations
+
+from torch.nn import Module, Parameter
+
+from lightning_zero._compat.deepspeed import forget_partitioning, restore_parameter_dicts
+
+
+def is_partitioned(parameter: Parameter) -> bool:
+    """Whether stage 3 manages this parameter: outside a gather, each rank holds one part of it."""
+    return hasattr(parameter, "ds_id")
+
+
+def numel(parameter: Parameter) -> int:
+    """Number of elements of the whole parameter, however much of it this rank holds."""
+    return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()  # type: ignore[attr-defined]
+
+
+def restore_whole(module: Module, names: set[str]) -> None:
+    """Makes parameters that an engine has partitioned ordinary whole ones again. Collective.
+
+    Args:
+        module: The module whose engine has ended.
+        names: Parameters to restore, by name; others stay as they are.
+    """
+    chosen = [p for name, p in module.named_parameters() if name in names and is_partitioned(p)]
+    if not chosen:
+        return
+    import deepspeed
+
+    for parameter in chosen:
+        with deepspeed.zero.GatheredParameters([parameter]):
+            whole = parameter.detach().clone()
+        forget_partitioning(parameter)
+        parameter.data = whole
+    restore_parameter_dicts(module)

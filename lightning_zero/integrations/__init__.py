@@ -1,0 +1,1 @@
+"""What libraries on top of torch tell a run about their models."""

@@ -1,0 +1,1 @@
+"""Thin adapters: what Lightning asks of a strategy, answered by the engine."""

@@ -1,0 +1,64 @@
+"""Mistakes that are told before a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lightning_zero._compat.lightning import call_module_hook
+from lightning_zero.engine.optimizers import unsupported_reason
+from lightning_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def micro_batch_size(value: int | None) -> int | None:
+    """A positive whole number or ``None``."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"micro_batch_size={value!r} is not a number of samples. Pass a whole number above 0.")
+    return value
+
+
+def callbacks(trainer: pl.Trainer) -> None:
+    """Refuses callbacks that change weights or gradients behind ZeRO's back."""
+    reasons = {
+        "StochasticWeightAveraging": "it averages whole parameters, and ZeRO keeps shards",
+        "WeightAveraging": "it averages whole parameters, and ZeRO keeps shards",
+        "EMAWeightAveraging": "it averages whole parameters, and ZeRO keeps shards",
+        "BaseFinetuning": "it adds parameter groups during training, and ZeRO's shards are laid out once",
+        "GradientAccumulationScheduler": "it changes accumulate_grad_batches during training, which the config fixes",
+        "LearningRateFinder": "it restores optimizer states that ZeRO keeps in shards",
+        "BatchSizeFinder": "it changes the batch size during training, which the config fixes",
+    }
+    for callback in trainer.callbacks:
+        for base in type(callback).__mro__:
+            if base.__name__ in reasons and base.__module__.startswith("lightning."):
+                raise ConfigError(
+                    f"{type(callback).__name__} does not work under ZeRO: {reasons[base.__name__]}. "
+                    "Remove it from Trainer(callbacks=...)."
+                )
+
+
+def one_optimizer(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+    """One optimizer that ZeRO can shard, at most one scheduler."""
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers, and an engine "
+            "has one optimizer and at most one scheduler. Return one optimizer with several parameter groups."
+        )
+    reason = unsupported_reason(optimizers[0])
+    if reason is not None:
+        raise ConfigError(f"{type(optimizers[0]).__name__} does not work under ZeRO: {reason}. Use AdamW, Adam or SGD.")
+
+
+def no_optimizer_from_code(module: pl.LightningModule) -> None:
+    """With an ``optimizer`` section in the config, ``configure_optimizers`` returns nothing."""
+    returned = call_module_hook(module.trainer, "configure_optimizers", pl_module=module)
+    if returned is not None:
+        raise ConfigError(
+            f"The config has an `optimizer` section and {type(module).__name__}.configure_optimizers returns one too. "
+            "Remove the section, or let configure_optimizers return None and describe the scheduler in the config."
+        )

@@ -1,0 +1,154 @@
+"""What a Trainer and its module know, read into :class:`RunFacts` without advancing or rebuilding anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_zero._compat.lightning import loaders_passed_to_fit, training_loaders
+from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.integrations.transformers import hidden_size
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_LR_NAMES = ("lr", "learning_rate")
+
+
+def early_facts(trainer: pl.Trainer, *, micro_batch_size: int | None, auto: Mapping[str, Any]) -> RunFacts:
+    """What is known before the model is built: flags, hyper-parameters, loaders given to ``fit``.
+
+    Args:
+        trainer: A Trainer whose strategy has been connected to a module.
+        micro_batch_size: The strategy's argument.
+        auto: The strategy's argument.
+    """
+    strategy = trainer.strategy
+    module = trainer.lightning_module
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    device: str = strategy.root_device.type
+    accelerator: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
+    nodes = trainer.num_nodes
+    world = nodes * trainer.num_devices
+    return RunFacts(
+        purpose="fit" if fitting else "evaluate",
+        world_size=Fact(world, f"Trainer(num_nodes={nodes}, devices={trainer.num_devices})"),
+        num_nodes=Fact(nodes, f"Trainer(num_nodes={nodes})"),
+        node_rank=Fact(trainer.node_rank, "the cluster environment's node rank"),
+        accelerator=accelerator,
+        precision=Fact(str(trainer.precision), f"Trainer(precision={str(trainer.precision)!r})"),
+        micro_batch_size=_micro_batch_size(micro_batch_size, loaders_passed_to_fit(trainer) if fitting else []),
+        accumulate_grad_batches=Fact(
+            trainer.accumulate_grad_batches, f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+        ),
+        gradient_clip_val=_flag(trainer.gradient_clip_val, "gradient_clip_val"),
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm and str(trainer.gradient_clip_algorithm.value),
+        learning_rate=_hyper_parameter(module, _LR_NAMES),
+        betas=_betas(module),
+        eps=_hyper_parameter(module, ("eps", "adam_epsilon")),
+        weight_decay=_hyper_parameter(module, ("weight_decay",)),
+        warmup_steps=_hyper_parameter(module, ("warmup_steps", "warmup_ratio")),
+        auto=auto,
+    )
+
+
+def final_facts(
+    early: RunFacts,
+    trainer: pl.Trainer,
+    *,
+    optimizer: Optimizer | None,
+    scheduler_from_code: bool,
+    optimizer_has_cpu_version: Fact[bool] | None,
+    needs_total_steps: bool,
+) -> RunFacts:
+    """What is known when model and optimizer exist.
+
+    Args:
+        early: The facts of the early pass.
+        trainer: The Trainer, fitting.
+        optimizer: The optimizer from code.
+        scheduler_from_code: Whether code gave a learning-rate scheduler.
+        optimizer_has_cpu_version: Whether DeepSpeed can replace that optimizer on the CPU.
+        needs_total_steps: Whether the config asks for the number of updates; it is not computed otherwise, since that
+            makes the training loaders.
+    """
+    size = hidden_size(trainer.lightning_module)
+    micro = early.micro_batch_size or _micro_batch_size(None, training_loaders(trainer))
+    lrs = None
+    if optimizer is not None:
+        lrs = Fact([float(group["lr"]) for group in optimizer.param_groups], "the optimizer of configure_optimizers")
+    return replace(
+        early,
+        micro_batch_size=micro,
+        hidden_size=None if size is None else Fact(*size),
+        optimizer_from_code=optimizer is not None,
+        scheduler_from_code=scheduler_from_code,
+        optimizer_lrs=lrs,
+        optimizer_has_cpu_version=optimizer_has_cpu_version,
+        total_steps=Fact(trainer.estimated_stepping_batches, "trainer.estimated_stepping_batches")
+        if needs_total_steps
+        else None,
+    )
+
+
+def _flag(value: float | None, name: str) -> Fact[float] | None:
+    return None if value is None else Fact(float(value), f"Trainer({name}={value})")
+
+
+def _micro_batch_size(argument: int | None, loaders: Sequence[Any]) -> Fact[int] | None:
+    if argument is not None:
+        return Fact(argument, f"micro_batch_size={argument}")
+    sizes = [size for size in map(_loader_batch_size, loaders) if size is not None]
+    if not sizes:
+        return None
+    largest = max(sizes, key=lambda fact: fact.value)
+    if len(loaders) > 1:
+        return Fact(largest.value, f"{largest.origin}, the largest of {len(loaders)} loaders")
+    return largest
+
+
+def _loader_batch_size(loader: Any) -> Fact[int] | None:
+    places: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("DataLoader.batch_sampler.batch_size", lambda: getattr(loader, "batch_sampler", None)),
+        ("DataLoader.batch_size", lambda: loader),
+    )
+    for origin, holder in places:
+        size = getattr(holder(), "batch_size", None)
+        if isinstance(size, int) and not isinstance(size, bool):
+            return Fact(size, origin)
+    return None
+
+
+def _hyper_parameter(module: pl.LightningModule, names: Sequence[str]) -> Fact[Any] | None:
+    """The first of ``names`` that the module or its hyper-parameters have, where Lightning's LR finder looks too."""
+    for name in names:
+        value = vars(module).get(name)
+        if _is_number(value):
+            return Fact(value, f"module.{name}")
+        value = _hparams(module).get(name)
+        if _is_number(value):
+            return Fact(value, f"module.hparams.{name}")
+    return None
+
+
+def _betas(module: pl.LightningModule) -> Fact[Sequence[float]] | None:
+    hparams = _hparams(module)
+    if hparams.get("betas") is not None:
+        return Fact([float(beta) for beta in hparams["betas"]], "module.hparams.betas")
+    first, second = hparams.get("adam_beta1"), hparams.get("adam_beta2")
+    if first is not None and second is not None:
+        return Fact([float(first), float(second)], "module.hparams.adam_beta1 and adam_beta2")
+    return None
+
+
+def _hparams(module: pl.LightningModule) -> Mapping[str, Any]:
+    hparams: Mapping[str, Any] = module.hparams
+    return hparams
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,433 @@
+"""The Trainer's strategy: Lightning's questions, answered by the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero._compat import lightning as _lightning
+from lightning_zero.config.explain import explain
+from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.config.resolve import ResolvedConfig, resolve_config
+from lightning_zero.config.sources import compose
+from lightning_zero.engine import initialize, ops
+from lightning_zero.engine.accelerator import select_accelerator
+from lightning_zero.engine.accumulation import AccumulationWindow, caller_owned
+from lightning_zero.engine.casting import EvaluationCast
+from lightning_zero.engine.optimizers import EngineOptimizer, has_cpu_version, to_cpu_adam
+from lightning_zero.engine.partition import numel
+from lightning_zero.errors import ConfigError
+from lightning_zero.strategies import checks, run_facts
+from lightning_zero.strategies.precision import ZeroPrecision
+from lightning_zero.strategies.skipping import SkippedUpdate
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+_log = logging.getLogger(__name__)
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Trains with DeepSpeed ZeRO, on CPU (gloo) and on CUDA.
+
+    Args:
+        stage: ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too. ``None``: what
+            ``config`` or ``preset`` says, else 2.
+        offload_optimizer: Where optimizer states live instead of the device: ``"cpu"`` or ``"nvme"``.
+        offload_param: Where parameters live outside the layer that uses them: ``"cpu"`` or ``"nvme"``; stage 3 only.
+        nvme_path: A folder on the NVMe drive. ``None``: the variable ``LIGHTNING_ZERO_NVME_PATH``.
+        config: A DeepSpeed config: a mapping, a JSON or YAML file, or an Accelerate YAML. ``"auto"`` values are filled
+            from the Trainer's flags. Never edited.
+        preset: A registered strategy name, which ``config`` and ``overrides`` are merged over.
+        overrides: Values by dotted key, applied last: ``{"zero_optimization.reduce_bucket_size": 5e7}``.
+        auto: Values by dotted key for ``"auto"`` keys that nothing else can supply.
+        micro_batch_size: Samples in one process's micro-batch, when the loader does not tell.
+        exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        logging_level: Level of DeepSpeed's own log.
+        accelerator: As in Lightning.
+        parallel_devices: As in Lightning.
+        cluster_environment: As in Lightning.
+        precision_plugin: As in Lightning.
+        process_group_backend: As in Lightning: ``gloo`` on CPU and ``nccl`` on CUDA by default.
+        timeout: Longest wait of a collective.
+
+    Raises:
+        ConfigError: An argument or a value of the config is wrong, or two of them disagree.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: Literal[0, 1, 2, 3] | None = None,
+        offload_optimizer: Literal["cpu", "nvme"] | None = None,
+        offload_param: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | PathLike[str] | None = None,
+        config: Mapping[str, Any] | str | PathLike[str] | None = None,
+        *,
+        preset: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        auto: Mapping[str, Any] | None = None,
+        micro_batch_size: int | None = None,
+        exclude_frozen_parameters: bool = False,
+        logging_level: int = logging.WARNING,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        # DeepSpeedStrategy.__init__ imports deepspeed before the accelerator is known, and would make a config of
+        # its own; its base class has everything else that is needed.
+        super(DeepSpeedStrategy, self).__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._sources = compose(
+            config,
+            preset=preset,
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+            nvme_path=nvme_path,
+            overrides=overrides,
+        )
+        self._auto = dict(auto or {})
+        self._micro_batch_size = checks.micro_batch_size(micro_batch_size)
+        self._logging_level = logging_level
+        self.exclude_frozen_parameters = exclude_frozen_parameters
+        self.load_full_weights = False  # read by the parent's load methods
+        self.remote_device = None
+        self._facts: RunFacts | None = None
+        self._resolved: ResolvedConfig | None = None
+        self._engine: DeepSpeedEngine | None = None
+        self._window: AccumulationWindow | None = None
+        self._whole_before: set[str] = set()
+        self._evaluation_only = False
+        self._skipped = SkippedUpdate()
+        self._cast: EvaluationCast | None = None
+
+    # What the user asks
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage of this strategy."""
+        return int(self._sources.values["zero_optimization"]["stage"])
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The config that DeepSpeed gets, and where each value came from.
+
+        Raises:
+            ConfigError: No run has started yet, so that nothing could be resolved.
+        """
+        if self._resolved is None:
+            raise ConfigError(
+                "The config is resolved when a run starts. Call `trainer.fit`, `validate`, `test` or `predict` first."
+            )
+        return self._resolved
+
+    def explain(self) -> str:
+        """A table of the resolved config: key, value, origin."""
+        return explain(self.resolved)
+
+    def release(self) -> None:
+        """Frees the engine and its memory.
+
+        Parameters that were whole before the run are whole again; those built in ``configure_model`` at stage 3 stay
+        sharded. Collective.
+        """
+        if self._engine is None:
+            return
+        initialize.release_engine(self._engine, whole=self._whole_before)
+        self._engine = None
+        self._window = None
+        self._evaluation_only = False
+        self.model = self.lightning_module
+        _lightning.release_optimizers(self)
+
+    # Lightning's life cycle of a run
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        if self._engine is not None and self._engine.module is model:
+            self.model = self._engine
+
+    @override
+    def _configure_launcher(self) -> None:
+        if _lightning.IS_INTERACTIVE and self.num_processes * self.num_nodes == 1:
+            return  # one process needs no launcher, and Lightning's is refused in notebooks
+        if _lightning.IS_INTERACTIVE:
+            raise ConfigError(
+                f"A notebook cannot start the {self.num_processes * self.num_nodes} processes of this run. "
+                "Write a script, or use devices=1."
+            )
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        trainer = self._trainer
+        select_accelerator(self.root_device.type)
+        initialize.set_log_level(self._logging_level)
+        if trainer.state.fn == TrainerFn.FITTING or (
+            self._engine is not None and self._engine.module is not self.lightning_module
+        ):
+            self.release()
+        if self._engine is None:
+            self._resolve_early(trainer)
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            assert self.parallel_devices is not None
+            _lightning.validate_device_indices(self.parallel_devices)
+        ops.build_ops(ops.required_ops(self.resolved.config, self.root_device.type), local_rank=self.local_rank)
+        super(DeepSpeedStrategy, self).setup_distributed()
+        initialize.join_process_group(self._get_process_group_backend(), self.local_rank, self._timeout)
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        with initialize.sharded_init(self.resolved.config, enabled=self.zero_stage_3, local_rank=self.local_rank):
+            yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._setup_training(trainer)
+        elif self._engine is None:
+            self._setup_evaluation()
+        self.barrier("setup")
+
+    @override
+    def teardown(self) -> None:
+        # The base class moves the module and the optimizer to the CPU, which leaves ZeRO's flat buffers behind.
+        if self._evaluation_only:
+            self.release()
+        if self._cast is not None:
+            self._cast.undo()
+            self._cast = None
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Training
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """False: Lightning's loop decides which micro-batch ends a window, and the engine follows."""
+        return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self._window is not None
+        with self._window.inside():
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._precision.step_applied:
+            self._skipped.discount(self._trainer, self.lr_scheduler_configs)
+        return result
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._skipped.forget()
+
+    @override
+    def on_train_start(self) -> None:
+        _lightning.restore_loader_position(self._trainer)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: no rank builds a whole optimizer state, each saves its own shard with the checkpoint."""
+        return {}
+
+    # Evaluation without an engine (stages 0-2): the weights are cast once they have been loaded
+
+    @override
+    def on_validation_start(self) -> None:
+        self._cast_for_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._cast_for_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._cast_for_evaluation()
+
+    def _cast_for_evaluation(self) -> None:
+        if self._cast is not None:
+            self._cast.apply(self.root_device, self._precision.weights_dtype)
+
+    # Properties that Lightning sets or asks
+
+    @property
+    @override
+    def zero_stage_3(self) -> bool:
+        return self.stage == 3
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # The Trainer makes Lightning's plugin, which divides the loss a second time and does not clip.
+        if isinstance(precision_plugin, _lightning.DeepSpeedPrecision) and not isinstance(
+            precision_plugin, ZeroPrecision
+        ):
+            precision_plugin = ZeroPrecision(precision_plugin.precision)
+        self._precision_plugin = precision_plugin
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+        """Nothing: the names are registered by ``import lightning_zero``."""
+
+    # Details
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _precision(self) -> ZeroPrecision:
+        assert isinstance(self.precision_plugin, ZeroPrecision)
+        return self.precision_plugin
+
+    def _resolve_early(self, trainer: pl.Trainer) -> None:
+        self._facts = run_facts.early_facts(trainer, micro_batch_size=self._micro_batch_size, auto=self._auto)
+        self._use(resolve_config(self._sources, self._facts, final=self._facts.purpose == "evaluate"))
+        if self._facts.purpose == "fit":
+            checks.callbacks(trainer)
+        ops.refuse_missing(self.resolved.config, self.root_device.type)
+
+    def _use(self, resolved: ResolvedConfig) -> None:
+        config = ops.without_missing(resolved.config, self.root_device.type)
+        self._resolved = replace(resolved, config=config)
+        self.config = config  # the parents and some of Lightning's callbacks read it
+
+    def _setup_training(self, trainer: pl.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._whole_before = initialize.whole_parameters(module)
+        if self.zero_stage_3 and self._whole_before:
+            self._warn_of_whole_parameters(module)
+        module = self.precision_plugin.convert_module(module)
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)
+        optimizer, schedulers = self._build_optimizer(module)
+        self._resolve_final(trainer, optimizer, bool(schedulers))
+        config = self.resolved.config
+        updating = optimizer
+        if optimizer is not None and ops.wants_cpu_optimizer(config):
+            updating = to_cpu_adam(optimizer)
+        if updating is not optimizer:
+            name = type(optimizer).__name__
+            rank_zero_info(f"{name} is replaced by DeepSpeed's CPU Adam over the same parameter groups.")
+        self._engine = initialize.start_engine(
+            module, config, device=self.root_device, local_rank=self.local_rank, optimizer=updating
+        )
+        self.model = self._engine
+        # With the flag set, the loop calls `clip_gradients` for every update, or a user's hook decides not to.
+        clipping = 0.0 if trainer.gradient_clip_val is not None else float(config["gradient_clipping"])
+        self._window = AccumulationWindow(self._engine, clipping=clipping)
+        self._precision.window = self._window
+        self.optimizers = [EngineOptimizer(self._engine, self._window, optimizer)]
+        self.lr_scheduler_configs = schedulers
+        if self._engine.lr_scheduler is not None:  # from the config's section; the loop steps it, not the engine
+            self.lr_scheduler_configs = [LRSchedulerConfig(self._engine.lr_scheduler, interval="step")]
+            self._engine.lr_scheduler = None
+        self.setup_precision_plugin()
+
+    def _build_optimizer(self, module: pl.LightningModule) -> tuple[Optimizer | None, list[LRSchedulerConfig]]:
+        if "optimizer" in self._sources.values:
+            checks.no_optimizer_from_code(module)
+            return None, []
+        optimizers, schedulers = _lightning.build_optimizers(module)
+        checks.one_optimizer(optimizers, schedulers)
+        return optimizers[0], schedulers
+
+    def _resolve_final(self, trainer: pl.Trainer, optimizer: Optimizer | None, scheduler_from_code: bool) -> None:
+        assert self._facts is not None
+        cpu_version = None
+        if optimizer is not None:
+            cpu_version = Fact(has_cpu_version(optimizer), f"{type(optimizer).__name__} of configure_optimizers")
+        facts = run_facts.final_facts(
+            self._facts,
+            trainer,
+            optimizer=optimizer,
+            scheduler_from_code=scheduler_from_code,
+            optimizer_has_cpu_version=cpu_version,
+            needs_total_steps="scheduler" in self._sources.values,
+        )
+        resolved = resolve_config(self._sources, facts)
+        if not trainer.lightning_module.automatic_optimization:
+            resolved = replace(resolved, config=caller_owned(resolved.config))
+        self._use(resolved)
+        for note in resolved.notes:
+            rank_zero_warn(note)
+
+    def _setup_evaluation(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        module = self.precision_plugin.convert_module(module)
+        if not self.zero_stage_3:
+            self._cast = EvaluationCast(module)
+            return
+        self._whole_before = initialize.whole_parameters(module)
+        self._engine = initialize.start_engine(
+            module, self.resolved.config, device=self.root_device, local_rank=self.local_rank, evaluate=True
+        )
+        self._evaluation_only = True
+        self.model = self._engine
+
+    def _warn_of_whole_parameters(self, module: pl.LightningModule) -> None:
+        whole = sum(numel(p) for name, p in module.named_parameters() if name in self._whole_before)
+        rank_zero_warn(
+            f"{whole:,} parameters of {type(module).__name__} exist whole on every rank before stage 3 starts, which "
+            "saves no memory while the model is built. Build the model in `configure_model` instead of `__init__`."
+        )
