@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lightning_zero.config.dotted import MISSING, drop, get, is_auto, leaves, put
+from lightning_zero.config.dotted import MISSING, drop, get, is_auto, put
 from lightning_zero.config.keys import ALIASES, CLOSED_SECTIONS, KINDS, SECTIONS, known_keys, nearest
 from lightning_zero.config.values import read, same, show
 
@@ -48,8 +48,8 @@ def check_shape(values: Mapping[str, Any], label: str) -> list[str]:
 def canonicalise(values: dict[str, Any], label: str) -> list[str]:
     """Bring one source's values into the one form that the rest reads, in place; a line for what cannot be.
 
-    Other spellings become the one that counts, numbers in strings become numbers, ``null`` under a key that we fill is
-    left out, and an offload given as ``null`` says ``none``.
+    Other spellings become the one that counts, numbers in strings become numbers, and an offload given as ``null`` says
+    ``none``.
     """
     lines = []
     for alias, key in ALIASES.items():
@@ -79,21 +79,19 @@ def canonicalise(values: dict[str, Any], label: str) -> list[str]:
 
 def _read_values(values: dict[str, Any], label: str) -> list[str]:
     lines = []
-    for path, value in list(leaves(values)):
-        kind = KINDS.get(path)
-        if kind is None or is_auto(value):
-            if kind is not None:
-                put(values, path, "auto")
+    for path, kind in KINDS.items():
+        value = get(values, path)
+        if value is MISSING or value is None or kind in ("section", "any"):
             continue
-        if value is None:
-            drop(values, path)
-            continue
-        if isinstance(value, list) and any(is_auto(entry) for entry in value):
+        if is_auto(value):
+            put(values, path, "auto")
+        elif isinstance(value, list) and any(is_auto(entry) for entry in value):
             continue  # reported with its place in the list when the run is known
-        try:
-            put(values, path, read(kind, value))
-        except ValueError as error:
-            lines.append(f"{path}: {label} says {show(value)}. Write {error} there.")
+        else:
+            try:
+                put(values, path, read(kind, value))
+            except ValueError as error:
+                lines.append(f"{path}: {label} says {show(value)}. Write {error} there.")
     return lines
 
 
@@ -109,7 +107,7 @@ def check_names(values: Mapping[str, Any], label: str) -> tuple[list[str], list[
             if key in known:
                 continue
             path = f"{section}.{key}" if section else key
-            near = nearest(key, known)
+            near = nearest(key, known, cutoff=0.8 if section else 0.85)  # DeepSpeed refuses unknown inner keys
             if near:
                 lines.append(f'{path}: DeepSpeed has no such key, and {label} has it. Write "{near}".')
             else:

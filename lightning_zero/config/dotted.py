@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 __all__ = ["MISSING", "drop", "find_auto", "get", "is_auto", "leaves", "merge", "plain", "put"]
@@ -18,10 +18,10 @@ def is_auto(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A deep copy in which every mapping is a dict and every tuple a list; nothing is shared with the source."""
+    """A deep copy in which every mapping is a dict and every sequence a list; nothing is shared with the source."""
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(entry) for entry in value]
     return copy.deepcopy(value)
 

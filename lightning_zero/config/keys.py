@@ -29,8 +29,8 @@ _OFFLOAD: Final[Mapping[Kind, str]] = {
 _KEYS: Final[Mapping[str, Mapping[Kind, str]]] = {
     "": {
         "count": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps sequence_parallel_size",
-        "integer": "steps_per_print vocabulary_size",
-        "number": "gradient_clipping gradient_predivide_factor",
+        "integer": "vocabulary_size",
+        "number": "gradient_clipping gradient_predivide_factor steps_per_print",
         "boolean": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer managed_gradient_accumulation "
         "prescale_gradients disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown "
         "dataloader_drop_last use_data_before_expert_parallelism ddp_bf16",
@@ -78,7 +78,8 @@ _KEYS: Final[Mapping[str, Mapping[Kind, str]]] = {
     "scheduler.params": {
         "count": "total_num_steps",
         "updates": "warmup_num_steps",
-        "number": "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio",
+        "per_group": "warmup_min_lr warmup_max_lr",
+        "number": "warmup_min_ratio cos_min_ratio",
     },
     "tensor_parallel": {"integer": "autotp_size"},
     "aio": {

@@ -30,35 +30,38 @@ def read_mapping(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     return values
 
 
-def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_file(path: str | os.PathLike[str], *, said_by: str = "") -> dict[str, Any]:
     """The values of a DeepSpeed JSON (comments allowed) or, by its ending, a YAML file.
+
+    Args:
+        path: The file.
+        said_by: Who names the file when it is not the user's own argument, for messages: `` (A_VARIABLE)``.
 
     Raises:
         ConfigNotFoundError: When there is no such file.
         ConfigError: When it is a folder, cannot be read, is broken, repeats a key or does not hold a mapping.
     """
     file = Path(path).expanduser()
-    text = _read_text(file)
-    values = _parse_yaml(text, file) if file.suffix.lower() in (".yaml", ".yml") else _parse_json(text, file)
+    place = f"config file {file}{said_by}"
+    text = _read_text(file, place)
+    values = _parse_yaml(text, place) if file.suffix.lower() in (".yaml", ".yml") else _parse_json(text, place)
     if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"config file {file}: holds a {_name_of(values)} where a mapping belongs. "
-            "Write DeepSpeed's keys inside {}."
-        )
-    return read_mapping(values, f"config file {file.name}")
+        kind = type(values).__name__
+        raise ConfigError(f"{place}: holds a {kind} where a mapping belongs. Write DeepSpeed's keys inside {{}}.")
+    return read_mapping(values, f"config file {file.name}{said_by}")
 
 
-def _read_text(file: Path) -> str:
+def _read_text(file: Path, place: str) -> str:
     if file.is_dir():
-        raise ConfigError(f"config file {file}: is a folder. Pass the JSON or YAML file inside it.")
+        raise ConfigError(f"{place}: is a folder. Pass the JSON or YAML file inside it.")
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigNotFoundError(
-            f"config file {file}: is not there, seen from {Path.cwd()}. Check the path or pass an absolute one."
+            f"{place}: is not there, seen from {Path.cwd()}. Check the path or pass an absolute one."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file}: cannot be read ({error}). Pass a readable UTF-8 file.") from error
+        raise ConfigError(f"{place}: cannot be read ({error}). Pass a readable UTF-8 file.") from error
 
 
 def _refuse_other_keys(values: Any, label: str) -> None:
@@ -72,11 +75,11 @@ def _refuse_other_keys(values: Any, label: str) -> None:
             _refuse_other_keys(value, label)
 
 
-def _parse_json(text: str, file: Path) -> Any:
+def _parse_json(text: str, place: str) -> Any:
     """Strict JSON where it is, else Hjson (JSON with comments), which is what DeepSpeed reads."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return _without_repeats(pairs, file)
+        return _without_repeats(pairs, place)
 
     try:
         return json.loads(text, object_pairs_hook=once)
@@ -85,23 +88,23 @@ def _parse_json(text: str, file: Path) -> Any:
     try:
         values = hjson.loads(text, object_pairs_hook=once)
     except hjson.HjsonDecodeError as error:
-        commented = text[strict.pos :].lstrip().startswith(_COMMENTS)
-        line, column, reason = (
-            (error.lineno, error.colno, error.msg) if commented else (strict.lineno, strict.colno, strict.msg)
-        )
-        raise _broken(file, line, column, reason) from error
-    if _swallowed_a_key(values):
-        raise _broken(file, strict.lineno, strict.colno, strict.msg)
+        if text[strict.pos :].lstrip().startswith(_COMMENTS):  # strict JSON stumbled over a comment only
+            raise _broken(place, error.lineno, error.colno, error.msg) from error
+        raise _broken(place, strict.lineno, strict.colno, strict.msg) from error
+    swallowed = _swallowed_key(values)
+    if swallowed:
+        before = text[: text.find(swallowed)]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise _broken(place, line, column, "a comma is missing after this value")
     return values
 
 
-def _swallowed_a_key(value: Any) -> bool:
-    """Whether Hjson read a missing comma as an unquoted string that holds the next key (``1 "b": 2``)."""
-    if isinstance(value, Mapping):
-        return any(_swallowed_a_key(entry) for entry in value.values())
-    if isinstance(value, list):
-        return any(_swallowed_a_key(entry) for entry in value)
-    return isinstance(value, str) and '":' in value.replace(" ", "")
+def _swallowed_key(value: Any) -> str | None:
+    """A string in which Hjson, for want of a comma, took a value and the next key for one word (``1 "b": 2``)."""
+    if isinstance(value, (Mapping, list)):
+        entries = value.values() if isinstance(value, Mapping) else value
+        return next(filter(None, map(_swallowed_key, entries)), None)
+    return value if isinstance(value, str) and '":' in value.replace(" ", "") else None
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -118,29 +121,25 @@ class _OnceLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse_yaml(text: str, file: Path) -> Any:
+def _parse_yaml(text: str, place: str) -> Any:
     try:
         return yaml.load(text, Loader=_OnceLoader)  # noqa: S506 - a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise _broken(file, line, column, str(error.problem)) from error
+        raise _broken(place, line, column, str(error.problem)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file {file}: is not YAML ({error}). Correct the file.") from error
+        raise ConfigError(f"{place}: is not YAML ({error}). Correct the file.") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]], file: Path) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ConfigError(f'config file {file}: the key "{key}" stands twice in one section. Remove one of them.')
+            raise ConfigError(f'{place}: the key "{key}" stands twice in one section. Remove one of them.')
         values[key] = value
     return values
 
 
-def _broken(file: Path, line: int, column: int, reason: str) -> ConfigError:
-    return ConfigError(f"config file {file}, line {line}, column {column}: {reason}. Correct the file there.")
-
-
-def _name_of(value: Any) -> str:
-    return "list" if isinstance(value, list) else type(value).__name__
+def _broken(place: str, line: int, column: int, reason: str) -> ConfigError:
+    return ConfigError(f"{place}, line {line}, column {column}: {reason}. Correct the file there.")

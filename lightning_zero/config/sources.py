@@ -16,6 +16,7 @@ from lightning_zero.config.accelerate import is_accelerate, read_accelerate, rea
 from lightning_zero.config.checks import OFFLOADS, canonicalise, check_names, check_shape, check_zero
 from lightning_zero.config.dotted import MISSING, drop, get, is_auto, leaves, merge, plain, put
 from lightning_zero.config.facts import Fact
+from lightning_zero.config.keys import KINDS
 from lightning_zero.config.presets import preset_values
 from lightning_zero.config.readers import read_file, read_mapping
 from lightning_zero.config.values import read, same, show
@@ -125,7 +126,7 @@ def _read_config(
     elif isinstance(config, (str, os.PathLike)):
         path = Path(config).expanduser()
         folder = path.parent
-        source = _Source(read_file(path), f"config file {path.name}{suffix}")
+        source = _Source(read_file(path, said_by=suffix), f"config file {path.name}{suffix}")
     else:
         raise ConfigError(
             f"config: is a {type(config).__name__}. "
@@ -197,7 +198,9 @@ def _agree_on_zero(
 
 def _literal(source: _Source | None, key: str) -> Fact[Any] | None:
     value = get(source.values, key) if source is not None else MISSING
-    return None if source is None or value is MISSING or is_auto(value) else Fact(value, source.label)
+    if source is None or value is MISSING or value is None or is_auto(value):
+        return None
+    return Fact(value, source.label)
 
 
 def _merge_all(sources: list[_Source]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -206,7 +209,10 @@ def _merge_all(sources: list[_Source]) -> tuple[dict[str, Any], dict[str, str]]:
     for source in sources:
         values = merge(values, source.values)
         origins.update({path: source.label for path, _ in leaves(source.values)})
-    return values, origins
+    for path in KINDS:
+        if get(values, path) is None:  # null: as if the key were not there, whatever an earlier place says
+            drop(values, path)
+    return values, {path: origins[path] for path, _ in leaves(values) if path in origins}
 
 
 def _settle_zero(values: dict[str, Any], origins: dict[str, str]) -> None:

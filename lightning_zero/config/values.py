@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 __all__ = ["Kind", "read", "same", "show"]
 
-Kind = Literal["integer", "count", "updates", "number", "numbers", "boolean", "text", "section", "list", "any"]
+Kind = Literal[
+    "integer", "count", "updates", "number", "numbers", "per_group", "boolean", "text", "section", "list", "any"
+]
 """What belongs under a key. A ``count`` is at least 1, and so are ``updates``, where 0 is read as 1 (DeepSpeed refuses
-0); ``number`` may also be a list of them where DeepSpeed takes one for each group."""
+0). ``per_group`` is one number for all parameter groups, or a list with one for each."""
 
 _WORDS = {"true": True, "false": False}
 
@@ -35,11 +37,13 @@ def read(kind: Kind, value: Any) -> Any:
     if kind in ("count", "updates"):
         return _count(value, zero_is_one=kind == "updates")
     if kind == "number":
-        return [_number(entry) for entry in value] if isinstance(value, (list, tuple)) else _number(value)
-    if kind == "numbers":
+        return _number(value)
+    if kind == "numbers" or (kind == "per_group" and isinstance(value, (list, tuple))):
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ValueError("a list of numbers")
         return [_number(entry) for entry in value]
+    if kind == "per_group":
+        return _number(value)
     return value
 
 

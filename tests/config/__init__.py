@@ -1,0 +1,1 @@
+"""The config package: the user's words in, a whole config out."""

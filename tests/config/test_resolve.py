@@ -115,16 +115,26 @@ def test_five_contradictions_of_the_early_pass() -> None:
         gradient_clip_val=Fact(0.1, "Trainer(gradient_clip_val=0.1)"),
     )
     assert lines == [
-        "gradient_accumulation_steps: config says 2, Trainer(accumulate_grad_batches=4) says 4. "
-        'Write "auto" there, or pass accumulate_grad_batches with the same number.',
-        "train_micro_batch_size_per_gpu: config says 4, DataLoader.batch_size says 8. "
-        'Write "auto" there, or make the two equal.',
-        "train_batch_size: config says 10, micro batch 8 x accumulation 4 x 2 processes says 64. "
-        'Write "auto" there, or change one of the factors.',
-        "gradient_clipping: config says 1.0, Trainer(gradient_clip_val=0.1) says 0.1. "
-        'Write "auto" there, or pass gradient_clip_val with the same number.',
-        "fp16.enabled: config says true, Trainer(precision='bf16-mixed') says false. "
-        'Write "auto" there, or pass the precision that it means ("16-mixed" or "16-true" for fp16).',
+        (
+            "gradient_accumulation_steps: config says 2, Trainer(accumulate_grad_batches=4) says 4. "
+            'Write "auto" there, or pass accumulate_grad_batches with the same number.'
+        ),
+        (
+            "train_micro_batch_size_per_gpu: config says 4, DataLoader.batch_size says 8. "
+            'Write "auto" there, or make the two equal.'
+        ),
+        (
+            "train_batch_size: config says 10, micro batch 8 x accumulation 4 x 2 processes says 64. "
+            'Write "auto" there, or change one of the factors.'
+        ),
+        (
+            "gradient_clipping: config says 1.0, Trainer(gradient_clip_val=0.1) says 0.1. "
+            'Write "auto" there, or pass gradient_clip_val with the same number.'
+        ),
+        (
+            "fp16.enabled: config says true, Trainer(precision='bf16-mixed') says false. "
+            'Write "auto" there, or pass the precision that it means ("16-mixed" or "16-true" for fp16).'
+        ),
     ]
 
 
@@ -217,7 +227,11 @@ def test_stage_3_keys_below_stage_3(stage: int, final: bool) -> None:
             None,
         ),
         ({"zero_optimization": {"sub_group_size": "auto"}}, "zero_optimization.sub_group_size", "bucket_size"),
-        ({"optimizer": {"type": "Muon", "params": {"muon_lr": "auto"}}}, "optimizer.params.muon_lr", "optimizer.params.lr"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"muon_lr": "auto"}}},
+            "optimizer.params.muon_lr",
+            "optimizer.params.lr",
+        ),
     ],
 )
 def test_auto_where_nothing_fills_it(config: dict[str, Any], path: str, near: str | None, final: bool) -> None:
@@ -250,7 +264,11 @@ def test_the_auto_argument_is_spelt_and_used() -> None:
     "config",
     [
         {"data_types": {"keep_in_fp32_modules": "auto"}},
-        {"zero_optimization": {"zenflow": {"select_strategy": "auto", "select_interval": "auto", "update_interval": "auto"}}},
+        {
+            "zero_optimization": {
+                "zenflow": {"select_strategy": "auto", "select_interval": "auto", "update_interval": "auto"}
+            }
+        },
         {"pipeline": {"stages": "auto"}},
         {"expert_parallel": {"ep_size": "auto"}},
     ],
@@ -300,7 +318,8 @@ def test_the_micro_batch_follows_from_a_total() -> None:
     config = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": "auto"}
     result = resolved(config, micro_batch_size=None)
     assert value(result, "train_micro_batch_size_per_gpu") == 3
-    said({**config, "train_batch_size": 25}, micro_batch_size=None)
+    (line,) = said({**config, "train_batch_size": 25}, micro_batch_size=None)
+    assert line.startswith('train_micro_batch_size_per_gpu: config says "auto", and nothing supplies it. ')
 
 
 ABSENT_SECTION = object()
@@ -443,7 +462,7 @@ def test_no_cpu_optimizer_without_offload(run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("accelerator", "expected"), [("cpu", False), ("cuda", True), (None, True)])
 def test_pinned_memory(accelerator: Any, expected: bool) -> None:
-    """Proves that pinned memory is off on CPU, absent flags too since DeepSpeed's default is on, and that it is said."""
+    """Proves that pinned memory is off on CPU, also where the config is silent, and that it is said."""
     result = resolved(compose(preset="zero3_offload", environ={}), accelerator=accelerator)
     for section in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{section}.pin_memory"
