@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lightning_zero.config.decisions import Run
 from lightning_zero.config.dotted import MISSING, get
 from lightning_zero.config.facts import Fact, RunFacts
-from lightning_zero.config.rules import Run
 from lightning_zero.config.values import show
 
 __all__ = ["check_launch", "check_run"]
@@ -49,16 +50,17 @@ def _both_precisions(run: Run) -> dict[str, str]:
 
 
 def _parallel_sizes(run: Run) -> dict[str, str]:
+    """Tensor and sequence parallelism together have to divide the processes."""
     world = run.facts.world_size
-    lines = {}
-    for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
-        size = run.literal(key)
-        if world is not None and isinstance(size, int) and size > 1 and world.value % size:
-            lines[key] = (
-                f"{key}: {run.origins.get(key, 'config')} says {size}, which does not divide the "
-                f"{world.value} processes of {world.origin}. Change one of the two."
-            )
-    return lines
+    sizes = {key: run.literal(key) for key in ("tensor_parallel.autotp_size", "sequence_parallel_size")}
+    used = {key: size for key, size in sizes.items() if isinstance(size, int) and size > 1}
+    if world is None or world.value % math.prod(used.values()) == 0:
+        return {}
+    said = " and ".join(f"{key} says {size}" for key, size in used.items())
+    return {
+        " ".join(used): f"{said} in {run.origins.get(next(iter(used)), 'config')}, which does not divide the "
+        f"{world.value} processes of {world.origin}. Change one of them."
+    }
 
 
 def _loop_accumulates(run: Run) -> dict[str, str]:

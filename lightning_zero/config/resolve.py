@@ -9,17 +9,16 @@ from typing import Any, Final
 
 from lightning_zero.config.checks import OFFLOADS
 from lightning_zero.config.crosschecks import check_launch, check_run
+from lightning_zero.config.decisions import MICRO, WARMUP_STEPS, Run
 from lightning_zero.config.dotted import MISSING, drop, find_auto, get, is_auto, leaves, plain, put
 from lightning_zero.config.facts import Fact, RunFacts
 from lightning_zero.config.keys import KINDS, left_to_deepspeed, nearest
-from lightning_zero.config.rules import RULES, Absent, Rule, Run
+from lightning_zero.config.rules import RULES, Absent, Rule
 from lightning_zero.config.sources import SourcedConfig, compose
 from lightning_zero.config.values import Kind, read, same, show
 from lightning_zero.errors import ConfigError
 
 __all__ = ["ResolvedConfig", "resolve_config"]
-
-_MICRO: Final = "train_micro_batch_size_per_gpu"
 
 _FACT_KINDS: Final[Mapping[str, Kind]] = {
     "world_size": "count",
@@ -113,7 +112,7 @@ def _read_facts(facts: RunFacts, lines: list[str]) -> RunFacts:
     auto = {}
     for key, value in facts.auto.items():
         kind = "count" if key == "hidden_size" else KINDS.get(key, "any")
-        if key.endswith(".warmup_num_steps"):
+        if key == WARMUP_STEPS:
             kind = "number"  # below 1 it is a share
         auto[key] = _read(kind, value, f'auto["{key}"]: says', lines)
         if key != "hidden_size" and key not in KINDS:
@@ -168,7 +167,7 @@ class _Resolution:
             self.remark_cpu_optimizer()
             self.remark_accelerate()
             self.remark_unused()
-        elif get(self.values, _MICRO) is MISSING:
+        elif get(self.values, MICRO) is MISSING:
             self.hold_the_place_of_the_batch()
         return self.lines
 
@@ -191,13 +190,13 @@ class _Resolution:
 
     def may_write(self, rule: Rule) -> bool:
         if self.evaluates and rule.training:
-            return rule.key == _MICRO
+            return rule.key == MICRO
         return rule.absent is not Absent.LEAVE
 
     def decide(self, rule: Rule) -> Fact[Any] | None:
         """What the run, or the strategy's ``auto={...}``, says about a key."""
         supplied = self.view.supplied(rule.key)
-        if rule.supplied_first and rule.key != "scheduler.params.warmup_num_steps" and supplied is not None:
+        if rule.supplied_first and rule.key != WARMUP_STEPS and supplied is not None:
             return supplied
         return rule.decide(self.view) or supplied
 
@@ -267,8 +266,8 @@ class _Resolution:
     def hold_the_place_of_the_batch(self) -> None:
         """Give ``zero.Init`` a batch size, which DeepSpeed wants in every config, until the loaders are known."""
         self.remove("train_batch_size")
-        put(self.values, _MICRO, 1)
-        self.origins[_MICRO] = "placeholder until the loaders are known"
+        put(self.values, MICRO, 1)
+        self.origins[MICRO] = "placeholder until the loaders are known"
 
     def remark_cpu_optimizer(self) -> None:
         """Say that an offloaded optimizer stays as it is because DeepSpeed has no CPU version of it."""

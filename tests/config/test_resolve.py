@@ -310,7 +310,10 @@ def test_parallel_processes_that_see_the_same_data(config: dict[str, Any], total
 def test_parallel_sizes_divide_the_world() -> None:
     """Proves that a parallel size that does not divide the processes is refused."""
     (line,) = said({"sequence_parallel_size": 3})
-    assert "which does not divide the 2 processes of Trainer(devices=2)" in line
+    assert line.startswith("sequence_parallel_size says 3 in config, which does not divide the 2 processes of ")
+    both = {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}, "train_batch_size": "auto"}
+    (line,) = said(both, world_size=Fact(4, "Trainer(devices=4)"))
+    assert line.startswith("tensor_parallel.autotp_size says 2 and sequence_parallel_size says 4 in config")
 
 
 def test_the_micro_batch_follows_from_a_total() -> None:
