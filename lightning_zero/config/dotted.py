@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,12 +17,12 @@ def is_auto(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A deep copy in which every mapping is a dict and every sequence a list; nothing is shared with the source."""
+    """A copy in which every mapping is a fresh dict and every sequence a fresh list."""
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(entry) for entry in value]
-    return copy.deepcopy(value)
+    return value
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

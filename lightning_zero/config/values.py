@@ -49,8 +49,6 @@ def read(kind: Kind, value: Any) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values mean the same: ``2e8`` and ``200000000``, ``[0.9, 0.999]`` and ``(0.9, 0.999)``."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
     if isinstance(one, numbers.Real) and isinstance(other, numbers.Real):
         return math.isclose(one, other, rel_tol=1e-9, abs_tol=0.0)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -52,9 +52,10 @@ def test_the_users_dict_is_not_edited() -> None:
 
 def test_a_sourced_config_resolves_afresh_for_every_run() -> None:
     """Proves that a second fit with other flags starts from the user's words and not from the first result."""
-    sourced = compose(preset="zero3", environ={})
+    sourced = compose({"gradient_clipping": 1}, preset="zero3", environ={})
     resolved(sourced)
     again = resolved(sourced, micro_batch_size=Fact(2, "DataLoader.batch_size"), precision=FULL)
+    assert again.origins["gradient_clipping"] == "config (gradient_clip_val is not set)"
     assert value(again, "train_batch_size") == 16
     assert value(again, "bf16.enabled") is False
 
@@ -156,12 +157,25 @@ def test_the_number_of_updates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hparam", "expected"),
-    [(0, 1), (1, 1), (1000, 1000), (0.1, 100), (0.0101, 11), (0.07, 70), (0.0001, 1), ("0.5", 500)],
+    ("hparam", "total", "expected"),
+    [
+        (0, 1000, 1),
+        (1, 1000, 1),
+        (1000, 1000, 1000),
+        (0.1, 1000, 100),
+        (0.0101, 1000, 11),
+        (0.07, 100, 7),  # 0.07 * 100 is 7.000000000000001
+        (0.0001, 1000, 1),
+        ("0.5", 1000, 500),
+    ],
 )
-def test_warm_up_from_hyper_parameters(hparam: Any, expected: int) -> None:
+def test_warm_up_from_hyper_parameters(hparam: Any, total: int, expected: int) -> None:
     """Proves warm-up 0 and 1, warm-up equal to the total, and a ratio of the updates rounded up (O4)."""
-    result = resolved(scheduled("auto", "auto"), warmup_steps=Fact(hparam, "module.hparams.warmup_steps"))
+    result = resolved(
+        scheduled("auto", "auto"),
+        warmup_steps=Fact(hparam, "module.hparams.warmup_steps"),
+        total_steps=Fact(total, "trainer.estimated_stepping_batches"),
+    )
     assert value(result, "scheduler.params.warmup_num_steps") == expected
 
 
@@ -226,6 +240,11 @@ def test_stage_3_keys_below_stage_3(stage: int, final: bool) -> None:
             "zero_optimization.offload_optimizer.buffer_count",
             None,
         ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": "auto"}}},
+            "zero_optimization.offload_param.pin_memory",
+            None,
+        ),
         ({"zero_optimization": {"sub_group_size": "auto"}}, "zero_optimization.sub_group_size", "bucket_size"),
         (
             {"optimizer": {"type": "Muon", "params": {"muon_lr": "auto"}}},
@@ -236,7 +255,7 @@ def test_stage_3_keys_below_stage_3(stage: int, final: bool) -> None:
 )
 def test_auto_where_nothing_fills_it(config: dict[str, Any], path: str, near: str | None, final: bool) -> None:
     """Proves that "auto" in an unknown key, a list or a nested block is an error with its path, in both passes (K9)."""
-    (line,) = said(config, final=final)
+    (line,) = said(config, final=final, accelerator="cpu")
     assert line.startswith(f'{path}: config says "auto", and nothing supplies it. ')
     assert "the nearest key that a run fills is" in line
     assert near is None or near in line.rpartition(" is ")[2]
@@ -548,6 +567,17 @@ def test_evaluation_drops_the_training_sections() -> None:
         "steps_per_print",
     }
     assert result.notes == ()
+
+
+def test_evaluation_writes_no_training_key() -> None:
+    """Proves that a config that says nothing gets nothing for a test run but what DeepSpeed insists on."""
+    run = facts(purpose="evaluate", optimizer_from_code=True, gradient_clip_val=Fact(0.1, "Trainer"))
+    assert resolve_config({}, run).config == {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "steps_per_print": None,
+    }
 
 
 def test_evaluation_compares_no_training_key() -> None:

@@ -46,6 +46,7 @@ def test_stage_2_when_nothing_is_said(config: Any) -> None:
         ({"config": zero("auto"), "stage": 1}, 1, "argument stage=1"),
         ({"config": {"bf16": {"enabled": "auto"}}, "stage": 3}, 3, "argument stage=3"),
         ({"config": zero(0)}, 0, "config"),
+        ({"config": {"zero_optimization": {"stage": None}}, "stage": 3}, 3, "argument stage=3"),
         ({"config": zero("3"), "stage": 3}, 3, "config"),
         ({"preset": "zero1"}, 1, "preset zero1"),
         ({"preset": "zero1", "config": zero("auto")}, 1, "preset zero1"),
