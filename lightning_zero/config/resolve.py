@@ -201,8 +201,8 @@ class _Resolution:
         return rule.decide(self.view) or supplied
 
     def fill(self, rule: Rule, fact: Fact[Any] | None, *, absent: bool) -> None:
-        uses_default = fact is None and self.final and rule.default is not None
-        if uses_default and rule.default is not None and not (absent and rule.absent is Absent.WRITE_KNOWN):
+        """Write what decides an open key, or in the final pass its default, or a line that nothing does."""
+        if fact is None and self.final and rule.default and not (absent and rule.absent is Absent.WRITE_KNOWN):
             fact = rule.default(self.view)
             if fact is not None and rule.default_note and not self.evaluates:
                 self.notes.append(rule.default_note)
