@@ -28,6 +28,18 @@ _PARAMETER_ATTRIBUTES = (
 )
 
 
+# ``DeepSpeedZeRoOffload._register_deepspeed_module`` keeps these on each module and does not make them again when they
+# are there, so that a second engine would run its backward through the first one's coordinator.
+_MODULE_ATTRIBUTES = (
+    "applied_pre_backward_ref_cnt",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "post_bwd_fn",
+    "pre_bwd_fn",
+)
+
+
 def forget_partitioning(parameter: Parameter) -> None:
     """Takes everything that ``zero.Init`` hung on a parameter off it again; its data must be whole."""
     for name in list(vars(parameter)):
@@ -41,6 +53,38 @@ def restore_parameter_dicts(module: Module) -> None:
         if isinstance(child._parameters, OrderedDict):  # torch's own are plain dicts
             child._parameters = dict(child._parameters)
         vars(child).pop("_original_parameters", None)
+
+
+def detach_engine(engine: DeepSpeedEngine) -> None:
+    """Cuts what keeps an ended engine and its buffers alive: parameters and the module refer to its optimizer.
+
+    ``destroy`` leaves the engine's own two hooks, stage 3's back reference ``_z3_optimizer`` on each parameter, and the
+    hook by which the optimizer calls the engine.
+    """
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    if hasattr(engine.optimizer, "unregister_grad_acc_post_hooks"):
+        engine.optimizer.unregister_grad_acc_post_hooks()
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+        vars(parameter).pop("_z3_optimizer", None)
+    children = list(engine.module.modules())
+    for child in children:
+        for name in _MODULE_ATTRIBUTES:
+            vars(child).pop(name, None)
+        if hasattr(child._parameters, "_in_forward"):  # still true when an exception left the forward
+            child._parameters._in_forward = False
+    _forget_forward(children)
+    engine.optimizer = engine.basic_optimizer = engine.lr_scheduler = None
+
+
+def _forget_forward(modules: list[Module]) -> None:
+    """Takes modules off stage 3's process-wide stack of forwards, where engines and exceptions leave them."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    ended = set(modules)
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module not in ended]
 
 
 def set_clipping(engine: DeepSpeedEngine, max_norm: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
 from lightning.fabric.plugins.precision.deepspeed import DeepSpeedPrecision as FabricDeepSpeedPrecision
 from lightning.fabric.strategies.deepspeed import _validate_device_index_selection as validate_device_indices
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
@@ -25,6 +26,7 @@ __all__ = [
     "FabricDeepSpeedPrecision",
     "build_optimizers",
     "call_module_hook",
+    "default_timeout",
     "discount_update",
     "is_overridden",
     "lightning_getattr",
@@ -86,7 +88,7 @@ def restore_loader_position(trainer: pl.Trainer) -> None:
     the number of updates during setup has made it already, and the state would never arrive.
     """
     loop = trainer.fit_loop
-    if loop.restarting and loop._combined_loader is not None and loop._combined_loader_states_to_load:
+    if loop.restarting and loop._data_fetcher is not None and loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
 

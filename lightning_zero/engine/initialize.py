@@ -14,8 +14,9 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_zero._compat.deepspeed import detach_engine
 from lightning_zero.engine.accelerator import environment
-from lightning_zero.engine.partition import is_partitioned, restore_whole
+from lightning_zero.engine.partition import restore_whole
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -99,20 +100,8 @@ def release_engine(engine: DeepSpeedEngine, *, whole: set[str]) -> None:
     """
     module = engine.module
     engine.destroy()
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
+    detach_engine(engine)
     restore_whole(module, whole)
-    for parameter in module.parameters():
-        parameter.grad = None
-    # The engine is referenced from its own hooks and closures; what holds memory is let go by name.
-    engine.optimizer = None
-    engine.basic_optimizer = None
-    engine.lr_scheduler = None
-
-
-def whole_parameters(module: Module) -> set[str]:
-    """Names of the parameters that are whole on this rank."""
-    return {name for name, parameter in module.named_parameters() if not is_partitioned(parameter)}
 
 
 def _configure_activation_checkpointing(config: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class EngineOptimizer(Optimizer):
         state: Mapping[Any, Any] = self._engine.basic_optimizer.state
         return state
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one update of the engine."""
         result = None if closure is None else closure()
         self._window.step()
@@ -103,7 +103,7 @@ def to_cpu_adam(optimizer: Optimizer) -> Optimizer:
 
     decoupled = isinstance(optimizer, torch.optim.AdamW)
     defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    swapped = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled, **defaults)
+    swapped: Optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled, **defaults)
     # torch adopts the dictionaries it is given; were it to copy them, schedulers would move a dead learning rate.
     assert all(new is old for new, old in zip(swapped.param_groups, optimizer.param_groups, strict=True))
     mark_stepped(optimizer)

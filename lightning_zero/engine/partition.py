@@ -12,19 +12,25 @@ def is_partitioned(parameter: Parameter) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def whole_parameters(module: Module) -> set[str]:
+    """Names of the parameters that are whole on this rank."""
+    return {name for name, parameter in module.named_parameters() if not is_partitioned(parameter)}
+
+
 def numel(parameter: Parameter) -> int:
     """Number of elements of the whole parameter, however much of it this rank holds."""
     return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()  # type: ignore[attr-defined]
 
 
-def restore_whole(module: Module, names: set[str]) -> None:
+def restore_whole(module: Module, names: set[str] | None = None) -> None:
     """Makes parameters that an engine has partitioned ordinary whole ones again. Collective.
 
     Args:
         module: The module whose engine has ended.
-        names: Parameters to restore, by name; others stay as they are.
+        names: Parameters to restore, by name; others stay as they are. ``None``: all.
     """
-    chosen = [p for name, p in module.named_parameters() if name in names and is_partitioned(p)]
+    every = module.named_parameters()
+    chosen = [p for name, p in every if (names is None or name in names) and is_partitioned(p)]
     if not chosen:
         return
     import deepspeed

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 def micro_batch_size(value: int | None) -> int | None:
     """A positive whole number or ``None``."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and (type(value) is not int or value < 1):
         raise ConfigError(f"micro_batch_size={value!r} is not a number of samples. Pass a whole number above 0.")
     return value
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = vars(trainer)["callbacks"]  # the Trainer declares it nowhere
+    return callbacks
 
 
 def callbacks(trainer: pl.Trainer) -> None:
@@ -33,7 +38,7 @@ def callbacks(trainer: pl.Trainer) -> None:
         "LearningRateFinder": "it restores optimizer states that ZeRO keeps in shards",
         "BatchSizeFinder": "it changes the batch size during training, which the config fixes",
     }
-    for callback in trainer.callbacks:
+    for callback in _callbacks(trainer):
         for base in type(callback).__mro__:
             if base.__name__ in reasons and base.__module__.startswith("lightning."):
                 raise ConfigError(
@@ -46,8 +51,8 @@ def one_optimizer(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) ->
     """One optimizer that ZeRO can shard, at most one scheduler."""
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers, and an engine "
-            "has one optimizer and at most one scheduler. Return one optimizer with several parameter groups."
+            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers, and an "
+            "engine has one optimizer and at most one scheduler. Return one optimizer with several parameter groups."
         )
     reason = unsupported_reason(optimizers[0])
     if reason is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero._compat.lightning import discount_update
@@ -27,7 +27,7 @@ class SkippedUpdate:
         discount_update(trainer)
         for config in configs:
             if config.interval == "step":
-                config.scheduler.step = _passes
+                config.scheduler.step = _passes  # type: ignore[method-assign]  # that is the point
                 self._held.append(config.scheduler)
 
     def forget(self) -> None:

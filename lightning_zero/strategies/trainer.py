@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -26,22 +24,18 @@ from typing_extensions import override
 
 from lightning_zero._compat import lightning as _lightning
 from lightning_zero.config.explain import explain
-from lightning_zero.config.facts import Fact, RunFacts
-from lightning_zero.config.resolve import ResolvedConfig, resolve_config
+from lightning_zero.config.resolve import ResolvedConfig
 from lightning_zero.config.sources import compose
 from lightning_zero.engine import initialize, ops
 from lightning_zero.engine.accelerator import select_accelerator
-from lightning_zero.engine.accumulation import AccumulationWindow, caller_owned
 from lightning_zero.engine.casting import EvaluationCast
-from lightning_zero.engine.optimizers import EngineOptimizer, has_cpu_version, to_cpu_adam
-from lightning_zero.engine.partition import numel
+from lightning_zero.engine.partition import numel, restore_whole, whole_parameters
+from lightning_zero.engine.session import EngineSession, end_session
 from lightning_zero.errors import ConfigError
-from lightning_zero.strategies import checks, run_facts
+from lightning_zero.strategies import checks
 from lightning_zero.strategies.precision import ZeroPrecision
+from lightning_zero.strategies.run_config import RunConfig
 from lightning_zero.strategies.skipping import SkippedUpdate
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +89,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = _lightning.default_timeout,
     ) -> None:
         # DeepSpeedStrategy.__init__ imports deepspeed before the accelerator is known, and would make a config of
         # its own; its base class has everything else that is needed.
@@ -107,7 +101,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._sources = compose(
+        sources = compose(
             config,
             preset=preset,
             stage=stage,
@@ -116,18 +110,12 @@ class ZeroStrategy(DeepSpeedStrategy):
             nvme_path=nvme_path,
             overrides=overrides,
         )
-        self._auto = dict(auto or {})
-        self._micro_batch_size = checks.micro_batch_size(micro_batch_size)
+        self._run_config = RunConfig(sources, auto=auto, micro_batch_size=micro_batch_size)
         self._logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.load_full_weights = False  # read by the parent's load methods
         self.remote_device = None
-        self._facts: RunFacts | None = None
-        self._resolved: ResolvedConfig | None = None
-        self._engine: DeepSpeedEngine | None = None
-        self._window: AccumulationWindow | None = None
-        self._whole_before: set[str] = set()
-        self._evaluation_only = False
+        self._session: EngineSession | None = None
         self._skipped = SkippedUpdate()
         self._cast: EvaluationCast | None = None
 
@@ -136,7 +124,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @property
     def stage(self) -> int:
         """ZeRO stage of this strategy."""
-        return int(self._sources.values["zero_optimization"]["stage"])
+        return self._run_config.stage
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -145,11 +133,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         Raises:
             ConfigError: No run has started yet, so that nothing could be resolved.
         """
-        if self._resolved is None:
-            raise ConfigError(
-                "The config is resolved when a run starts. Call `trainer.fit`, `validate`, `test` or `predict` first."
-            )
-        return self._resolved
+        return self._run_config.resolved
 
     def explain(self) -> str:
         """A table of the resolved config: key, value, origin."""
@@ -161,12 +145,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         Parameters that were whole before the run are whole again; those built in ``configure_model`` at stage 3 stay
         sharded. Collective.
         """
-        if self._engine is None:
+        if self._session is None:
             return
-        initialize.release_engine(self._engine, whole=self._whole_before)
-        self._engine = None
-        self._window = None
-        self._evaluation_only = False
+        self._session.release()
+        self._session = None
+        self._precision.window = None
         self.model = self.lightning_module
         _lightning.release_optimizers(self)
 
@@ -175,8 +158,10 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        if self._engine is not None and self._engine.module is model:
-            self.model = self._engine
+        if self._session is not None and self._session.ended:  # by another strategy that took the module
+            self._session = None
+        if self._session is not None and self._session.module is model:
+            self.model = self._session.engine
 
     @override
     def _configure_launcher(self) -> None:
@@ -194,12 +179,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         trainer = self._trainer
         select_accelerator(self.root_device.type)
         initialize.set_log_level(self._logging_level)
-        if trainer.state.fn == TrainerFn.FITTING or (
-            self._engine is not None and self._engine.module is not self.lightning_module
-        ):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._session is not None and (fitting or self._session.module is not self.lightning_module):
             self.release()
-        if self._engine is None:
-            self._resolve_early(trainer)
+        if self._session is None:
+            self._run_config.resolve_early(trainer)
+            self.config = self.resolved.config  # the parents and some of Lightning's callbacks read it
         super(DeepSpeedStrategy, self).setup_environment()
 
     @override
@@ -223,14 +208,14 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._setup_training(trainer)
-        elif self._engine is None:
+        elif self._session is None:
             self._setup_evaluation()
         self.barrier("setup")
 
     @override
     def teardown(self) -> None:
         # The base class moves the module and the optimizer to the CPU, which leaves ZeRO's flat buffers behind.
-        if self._evaluation_only:
+        if self._session is not None and self._session.evaluate:
             self.release()
         if self._cast is not None:
             self._cast.undo()
@@ -251,8 +236,8 @@ class ZeroStrategy(DeepSpeedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        assert self._window is not None
-        with self._window.inside():
+        assert self._session is not None
+        with self._session.window.inside():
             yield
 
     @override
@@ -318,12 +303,12 @@ class ZeroStrategy(DeepSpeedStrategy):
         if isinstance(precision_plugin, _lightning.DeepSpeedPrecision) and not isinstance(
             precision_plugin, ZeroPrecision
         ):
-            precision_plugin = ZeroPrecision(precision_plugin.precision)
+            precision_plugin = ZeroPrecision(precision_plugin.precision)  # type: ignore[arg-type]  # the base class widens it
         self._precision_plugin = precision_plugin
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: the names are registered by ``import lightning_zero``."""
 
     # Details
@@ -338,95 +323,67 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(self.precision_plugin, ZeroPrecision)
         return self.precision_plugin
 
-    def _resolve_early(self, trainer: pl.Trainer) -> None:
-        self._facts = run_facts.early_facts(trainer, micro_batch_size=self._micro_batch_size, auto=self._auto)
-        self._use(resolve_config(self._sources, self._facts, final=self._facts.purpose == "evaluate"))
-        if self._facts.purpose == "fit":
-            checks.callbacks(trainer)
-        ops.refuse_missing(self.resolved.config, self.root_device.type)
-
-    def _use(self, resolved: ResolvedConfig) -> None:
-        config = ops.without_missing(resolved.config, self.root_device.type)
-        self._resolved = replace(resolved, config=config)
-        self.config = config  # the parents and some of Lightning's callbacks read it
-
     def _setup_training(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        self._whole_before = initialize.whole_parameters(module)
-        if self.zero_stage_3 and self._whole_before:
+        if self.zero_stage_3:
             self._warn_of_whole_parameters(module)
-        module = self.precision_plugin.convert_module(module)
+        else:
+            self._make_whole(module)
+        self.precision_plugin.convert_module(module)
         if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)
+            self._layer_sync.apply(module)
         optimizer, schedulers = self._build_optimizer(module)
-        self._resolve_final(trainer, optimizer, bool(schedulers))
-        config = self.resolved.config
-        updating = optimizer
-        if optimizer is not None and ops.wants_cpu_optimizer(config):
-            updating = to_cpu_adam(optimizer)
-        if updating is not optimizer:
+        self._run_config.resolve_final(trainer, optimizer=optimizer, scheduler_from_code=bool(schedulers))
+        self.config = self.resolved.config
+        # With the flag set, the loop calls `clip_gradients` for every update, or a user's hook decides not to.
+        clipping = 0.0 if trainer.gradient_clip_val is not None else float(self.resolved.config["gradient_clipping"])
+        self._session = self._start(module, optimizer=optimizer, clipping=clipping)
+        if self._session.swapped:
             name = type(optimizer).__name__
             rank_zero_info(f"{name} is replaced by DeepSpeed's CPU Adam over the same parameter groups.")
-        self._engine = initialize.start_engine(
-            module, config, device=self.root_device, local_rank=self.local_rank, optimizer=updating
-        )
-        self.model = self._engine
-        # With the flag set, the loop calls `clip_gradients` for every update, or a user's hook decides not to.
-        clipping = 0.0 if trainer.gradient_clip_val is not None else float(config["gradient_clipping"])
-        self._window = AccumulationWindow(self._engine, clipping=clipping)
-        self._precision.window = self._window
-        self.optimizers = [EngineOptimizer(self._engine, self._window, optimizer)]
-        self.lr_scheduler_configs = schedulers
-        if self._engine.lr_scheduler is not None:  # from the config's section; the loop steps it, not the engine
-            self.lr_scheduler_configs = [LRSchedulerConfig(self._engine.lr_scheduler, interval="step")]
-            self._engine.lr_scheduler = None
+        self.model = self._session.engine
+        self._precision.window = self._session.window
+        self.optimizers = [self._session.optimizer]
+        scheduler = self._session.take_scheduler()
+        self.lr_scheduler_configs = schedulers if scheduler is None else [LRSchedulerConfig(scheduler, interval="step")]
         self.setup_precision_plugin()
 
+    def _start(self, module: Module, **kwargs: Any) -> EngineSession:
+        return EngineSession(
+            module, self.resolved.config, device=self.root_device, local_rank=self.local_rank, **kwargs
+        )
+
     def _build_optimizer(self, module: pl.LightningModule) -> tuple[Optimizer | None, list[LRSchedulerConfig]]:
-        if "optimizer" in self._sources.values:
+        if self._run_config.has_optimizer_section:
             checks.no_optimizer_from_code(module)
             return None, []
         optimizers, schedulers = _lightning.build_optimizers(module)
         checks.one_optimizer(optimizers, schedulers)
         return optimizers[0], schedulers
 
-    def _resolve_final(self, trainer: pl.Trainer, optimizer: Optimizer | None, scheduler_from_code: bool) -> None:
-        assert self._facts is not None
-        cpu_version = None
-        if optimizer is not None:
-            cpu_version = Fact(has_cpu_version(optimizer), f"{type(optimizer).__name__} of configure_optimizers")
-        facts = run_facts.final_facts(
-            self._facts,
-            trainer,
-            optimizer=optimizer,
-            scheduler_from_code=scheduler_from_code,
-            optimizer_has_cpu_version=cpu_version,
-            needs_total_steps="scheduler" in self._sources.values,
-        )
-        resolved = resolve_config(self._sources, facts)
-        if not trainer.lightning_module.automatic_optimization:
-            resolved = replace(resolved, config=caller_owned(resolved.config))
-        self._use(resolved)
-        for note in resolved.notes:
-            rank_zero_warn(note)
-
     def _setup_evaluation(self) -> None:
         module = self.lightning_module
         assert module is not None
-        module = self.precision_plugin.convert_module(module)
         if not self.zero_stage_3:
+            self._make_whole(module)
+            self.precision_plugin.convert_module(module)
             self._cast = EvaluationCast(module)
             return
-        self._whole_before = initialize.whole_parameters(module)
-        self._engine = initialize.start_engine(
-            module, self.resolved.config, device=self.root_device, local_rank=self.local_rank, evaluate=True
-        )
-        self._evaluation_only = True
-        self.model = self._engine
+        self._session = self._start(module, evaluate=True)
+        self.model = self._session.engine
+
+    def _make_whole(self, module: Module) -> None:
+        """Below stage 3, parameters that an earlier stage-3 run has sharded must be whole."""
+        if len(whole_parameters(module)) < len(list(module.parameters())):
+            end_session(module)
+            restore_whole(module)
 
     def _warn_of_whole_parameters(self, module: pl.LightningModule) -> None:
-        whole = sum(numel(p) for name, p in module.named_parameters() if name in self._whole_before)
+        names = whole_parameters(module)
+        if not names:
+            return
+        whole = sum(numel(p) for name, p in module.named_parameters() if name in names)
         rank_zero_warn(
             f"{whole:,} parameters of {type(module).__name__} exist whole on every rank before stage 3 starts, which "
             "saves no memory while the model is built. Build the model in `configure_model` instead of `__init__`."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,0 +1,102 @@
+"""One engine's life around a module, from its start to its release."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.engine import initialize, ops
+from lightning_zero.engine.accumulation import AccumulationWindow
+from lightning_zero.engine.optimizers import EngineOptimizer, to_cpu_adam
+from lightning_zero.engine.partition import whole_parameters
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+# An engine lives in its module's hooks, so a module has one at a time, whichever strategy started it, and keeps it.
+_ATTRIBUTE = "_zero_session"
+
+
+def end_session(module: Module) -> None:
+    """Ends the engine around a module, if there is one. Collective."""
+    session = vars(module).get(_ATTRIBUTE)
+    if session is not None:
+        session.release()
+
+
+class EngineSession:
+    """An engine and what must be known to end it. Another engine around the module is ended first.
+
+    Args:
+        module: The module to train or evaluate.
+        config: A resolved config.
+        device: This rank's device.
+        local_rank: This rank's number on its host.
+        optimizer: The optimizer from code; ``None``: the one of the config's ``optimizer`` section.
+        clipping: Largest global gradient norm of an update that nobody clips; 0 does not clip.
+        evaluate: No optimizer at all.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        config: Mapping[str, Any],
+        *,
+        device: torch.device,
+        local_rank: int,
+        optimizer: Optimizer | None = None,
+        clipping: float = 0.0,
+        evaluate: bool = False,
+    ) -> None:
+        end_session(module)
+        self.module = module
+        self.evaluate = evaluate
+        self.ended = False
+        self._whole_before = whole_parameters(module)
+        updating = optimizer
+        if optimizer is not None and ops.wants_cpu_optimizer(config):
+            updating = to_cpu_adam(optimizer)
+        self.swapped = updating is not optimizer
+        self.engine: DeepSpeedEngine = initialize.start_engine(
+            module, config, device=device, local_rank=local_rank, optimizer=updating, evaluate=evaluate
+        )
+        vars(module)[_ATTRIBUTE] = self
+        self._window = None if evaluate else AccumulationWindow(self.engine, clipping=clipping)
+        self._optimizer = None if evaluate else EngineOptimizer(self.engine, self.window, optimizer)
+
+    @property
+    def window(self) -> AccumulationWindow:
+        """The accumulation window of a training engine."""
+        assert self._window is not None
+        return self._window
+
+    @property
+    def optimizer(self) -> EngineOptimizer:
+        """The engine as an optimizer, for a training engine."""
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def take_scheduler(self) -> Any:
+        """The scheduler that the config's section made, if any; from then on the caller steps it, not the engine."""
+        scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None
+        return scheduler
+
+    def release(self) -> None:
+        """Ends the engine. Parameters that were whole before it are whole again. Collective."""
+        if self.ended:
+            return
+        self.ended = True
+        vars(self.module).pop(_ATTRIBUTE, None)
+        initialize.release_engine(self.engine, whole=self._whole_before)
+        del self.engine
+        self._window = self._optimizer = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module has no engine."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()

@@ -1,0 +1,106 @@
+"""The config of a Trainer's runs: the user's words, resolved afresh in two passes for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.config.resolve import ResolvedConfig, resolve_config
+from lightning_zero.config.sources import SourcedConfig
+from lightning_zero.engine import ops
+from lightning_zero.engine.accumulation import caller_owned
+from lightning_zero.engine.optimizers import has_cpu_version
+from lightning_zero.errors import ConfigError
+from lightning_zero.strategies import checks
+from lightning_zero.strategies.run_facts import early_facts, final_facts
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class RunConfig:
+    """What the user said, and what the current run makes of it.
+
+    Args:
+        sources: Config, preset, arguments and overrides, composed.
+        auto: Values by dotted key for ``"auto"`` keys that nothing else can supply.
+        micro_batch_size: Samples in one process's micro-batch, when the loader does not tell.
+    """
+
+    def __init__(self, sources: SourcedConfig, *, auto: Mapping[str, Any] | None, micro_batch_size: int | None) -> None:
+        self._sources = sources
+        self._auto = dict(auto or {})
+        self._micro_batch_size = checks.micro_batch_size(micro_batch_size)
+        self._facts: RunFacts | None = None
+        self._resolved: ResolvedConfig | None = None
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage."""
+        return int(self._sources.values["zero_optimization"]["stage"])
+
+    @property
+    def has_optimizer_section(self) -> bool:
+        """Whether the config, not code, describes the optimizer."""
+        return "optimizer" in self._sources.values
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The config of the current run, as far as it is resolved."""
+        if self._resolved is None:
+            raise ConfigError(
+                "The config is resolved when a run starts. Call `trainer.fit`, `validate`, `test` or `predict` first."
+            )
+        return self._resolved
+
+    def resolve_early(self, trainer: pl.Trainer) -> None:
+        """Resolves what is known before the model is built; an evaluation needs no more.
+
+        Raises:
+            ConfigError: A contradiction, a callback that ZeRO cannot serve, or an op that cannot be had here.
+        """
+        facts = self._facts = early_facts(trainer, micro_batch_size=self._micro_batch_size, auto=self._auto)
+        self._take(resolve_config(self._sources, facts, final=facts.purpose == "evaluate"))
+        if facts.purpose == "fit":
+            checks.callbacks(trainer)
+        ops.refuse_missing(self.resolved.config, trainer.strategy.root_device.type)
+
+    def resolve_final(self, trainer: pl.Trainer, *, optimizer: Optimizer | None, scheduler_from_code: bool) -> None:
+        """Resolves the rest, when model and optimizer exist.
+
+        Args:
+            trainer: The Trainer, fitting.
+            optimizer: The optimizer from code, if there is one.
+            scheduler_from_code: Whether code gave a learning-rate scheduler.
+
+        Raises:
+            ConfigError: A contradiction, or an ``"auto"`` that nothing can fill.
+        """
+        assert self._facts is not None
+        cpu_version = None
+        if optimizer is not None:
+            cpu_version = Fact(has_cpu_version(optimizer), f"{type(optimizer).__name__} of configure_optimizers")
+        facts = final_facts(
+            self._facts,
+            trainer,
+            optimizer=optimizer,
+            scheduler_from_code=scheduler_from_code,
+            optimizer_has_cpu_version=cpu_version,
+            needs_total_steps="scheduler" in self._sources.values,
+        )
+        resolved = resolve_config(self._sources, facts)
+        if not trainer.lightning_module.automatic_optimization:
+            resolved = replace(resolved, config=caller_owned(resolved.config))
+        self._take(resolved)
+        for note in resolved.notes:
+            rank_zero_warn(note)
+
+    def _take(self, resolved: ResolvedConfig) -> None:
+        assert self._facts is not None
+        config = ops.without_missing(resolved.config, self._facts.accelerator or "cpu")
+        self._resolved = replace(resolved, config=config)
