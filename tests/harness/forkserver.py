@@ -46,9 +46,29 @@ def start() -> ForkServerContext:
 
 @functools.cache
 def ready() -> ForkServerContext:
-    """Starts the server and waits until it has imported everything, so that no test's timeout pays for that."""
+    """Starts the server and waits until it has imported everything, so that no test's timeout pays for that.
+
+    Nor for compiling the ops that almost every run on CPU loads.
+    """
     context = start()
-    probe = context.Process(target=os.getpid)
-    probe.start()
-    probe.join()
+    _call(context, "deepspeed_shm_comm", "cpu_adam")
     return context
+
+
+def build(*ops: str) -> None:
+    """Compiles DeepSpeed's ops when they are not yet in the cache; it may take minutes."""
+    _call(ready(), *ops)
+
+
+def _call(context: ForkServerContext, *ops: str) -> None:
+    process = context.Process(target=_build, args=ops)
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"DeepSpeed's ops {ops} could not be compiled; see the output")
+
+
+def _build(*ops: str) -> None:
+    from lightning_zero.engine.ops import build_ops
+
+    build_ops(ops, local_rank=0)
