@@ -1,0 +1,1 @@
+"""Tests that start processes as a user does."""
