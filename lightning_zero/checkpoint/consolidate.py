@@ -254,7 +254,7 @@ def _write_lightning(task: _Task, output: Path) -> None:
         warnings.warn(
             f"{output} leaves out what is not of plain types: {', '.join(dropped[:10])}. "
             "Pass it to load_from_checkpoint as an argument.",
-            stacklevel=4,
+            stacklevel=3,
         )
     with staged_file(output) as path:
         write_lightning_file(path, state, task.weights(), task.pieces)

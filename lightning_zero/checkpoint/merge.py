@@ -147,9 +147,7 @@ def merge(states: SavedStates) -> Merged:
         )
     frozen: dict[str, TensorRef | MergedTensor] = dict(_frozen(states))
     shared: Mapping[str, str] = first.get("shared_params") or {}
-    by_identity = {
-        ref.identity: masters[name] for name, ref in module.items() if name in masters and isinstance(ref, TensorRef)
-    }
+    same_memory = _owners_by_memory(module, {**masters, **frozen})
     tensors: dict[str, TensorRef | MergedTensor] = {}
     extras: dict[str, Any] = {}
     left_out = []
@@ -157,16 +155,42 @@ def merge(states: SavedStates) -> Merged:
         if not isinstance(value, TensorRef):
             extras[name] = value
             continue
-        owner = name if name in masters or name in frozen else shared.get(name, name)
-        known = masters.get(owner) or frozen.get(owner)
-        # below stage 3 DeepSpeed tells shared parameters by address, which all empty ones have in common
-        if known is not None and (states.stage == 3 or tuple(known.shape) == value.shape):
+        known = masters.get(name) or frozen.get(name)
+        if known is None and shared.get(name) in tensors and _may_share(states, tensors[shared[name]], value):
+            known = tensors[shared[name]]
+        known = known or same_memory.get(_memory(value))
+        if known is not None:
             tensors[name] = known
         elif states.stage < 3 or name in buffers or value.numel:
-            tensors[name] = by_identity.get(value.identity, value) if states.stage < 3 and value.numel else value
+            tensors[name] = value
         else:
             left_out.append(name)
     return Merged(tensors, extras, frozenset(masters), frozenset(frozen), buffers, tuple(left_out))
+
+
+def _may_share(states: SavedStates, known: TensorRef | MergedTensor, value: TensorRef) -> bool:
+    """Below stage 3 DeepSpeed tells shared parameters by address, which all empty ones have in common."""
+    return states.stage == 3 or tuple(known.shape) == value.shape
+
+
+def _memory(ref: TensorRef) -> tuple[Any, ...]:
+    """What two names of one parameter have in common in the module's part, where stage 3 leaves empty placeholders."""
+    return (ref.storage.key, ref.offset, ref.shape)
+
+
+def _owners_by_memory(
+    module: Mapping[str, Any], known: Mapping[str, TensorRef | MergedTensor]
+) -> dict[tuple[Any, ...], TensorRef | MergedTensor]:
+    """The parameter that lies in each place of the module's part, where it is but one.
+
+    DeepSpeed's list of shared parameters leaves out those of a submodule that has two names.
+    """
+    found: dict[tuple[Any, ...], TensorRef | MergedTensor | None] = {}
+    for name, ref in module.items():
+        if name in known and isinstance(ref, TensorRef):
+            place = _memory(ref)
+            found[place] = None if place in found else known[name]
+    return {place: owner for place, owner in found.items() if owner is not None}
 
 
 def _flat_masters(states: SavedStates) -> dict[str, MergedTensor]:

@@ -85,14 +85,12 @@ def _open_sharded(location: CheckpointLocation) -> Source:
     frozen, buffers, masters = merged.frozen, merged.buffers, merged.masters
 
     def role(name: str, alias_of: str | None) -> Role:
-        for candidate in (name, alias_of):
-            if candidate in buffers:
-                return "buffer"
-            if candidate in masters:
-                return "trainable"
-            if candidate in frozen or (masters and states.stage > 0 and candidate is not None):
-                return "frozen"
-        return "weight"
+        names = {name, alias_of}
+        if names & buffers:
+            return "buffer"
+        if names & masters:
+            return "trainable"
+        return "frozen" if names & frozen or (masters and states.stage > 0) else "weight"
 
     first = states.model[0]
     manifest = Manifest(
@@ -202,7 +200,7 @@ def _open_safetensors(location: CheckpointLocation) -> Source:
                     path, key, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()], handle
                 )
             others |= handle.metadata() or {}
-        except (SafetensorError, KeyError) as error:  # noqa: PERF203  # it names the file  # noqa: PERF203  # it names the file
+        except (SafetensorError, KeyError) as error:  # it names the file  # it names the file
             raise CheckpointError(f"{path} is damaged or no safetensors file: {error}.") from error
     tensors |= {other: tensors[name] for other, name in others.items() if name in tensors and other not in tensors}
     files = tuple(SavedFile(path.name, path.stat().st_size, "weights") for path in paths)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+import posixpath
 from collections.abc import Callable, Iterable
 from typing import IO, Any
 
@@ -223,6 +224,7 @@ class _NotPlain:
 NOT_PLAIN: Any = _NotPlain()
 """What :func:`to_plain` returns for a value that cannot be said in plain types."""
 
+_PATHS = ("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath")
 _SCALARS = (str, int, float, bool, complex, bytes, type(None), torch.dtype, torch.Size, torch.device, torch.Tensor)
 
 
@@ -243,6 +245,8 @@ def to_plain(value: Any, load_tensor: Callable[[Any], Any], dropped: list[str], 
     if isinstance(value, Opaque):
         if value.entries and not value.elements:  # a dict of another class, such as Lightning's AttributeDict
             return to_plain(value.entries, load_tensor, dropped, where)
+        if value.origin in _PATHS and all(isinstance(part, str) for part in value.args):
+            return posixpath.join(*value.args) if value.args else "."
         dropped.append(f"{where} ({value.origin})")
         return NOT_PLAIN
     if isinstance(value, dict):

@@ -85,6 +85,8 @@ def copy_model_files(source: Path, output: Path, dtype: torch.dtype | None) -> N
             f"{source / _CONFIG} is not JSON ({error}). Copy the model's config.json there."
         ) from error
     if dtype is not None:
+        if not any(key in config for key in _DTYPE_KEYS):
+            config[_DTYPE_KEYS[0]] = None
         _note_dtype(config, str(dtype).removeprefix("torch."))
     write_text(output / _CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 

@@ -1,0 +1,1 @@
+"""Committed inputs of tests."""

@@ -1,0 +1,1 @@
+"""Tiny checkpoints, and the script that makes them."""
