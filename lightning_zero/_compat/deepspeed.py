@@ -154,3 +154,30 @@ def gradient_norm(engine: DeepSpeedEngine) -> float | None:
     """Global gradient norm of the last update before clipping, or ``None`` before the first."""
     norm = engine.get_global_grad_norm()
     return None if norm is None else float(norm)
+
+
+# Direct I/O moves whole blocks of this many bytes, from and to addresses that are multiples of it.
+_IO_BLOCK = 512
+
+
+def misread_gradients(engine: DeepSpeedEngine) -> list[str]:
+    """Parameters whose gradients stage 3 would read back wrong from NVMe, by name.
+
+    It writes each large gradient shard to a file of its own and reads it into its place in a flat buffer with direct
+    I/O. Where that place is not a multiple of the block size, the read does not arrive and the update uses what was in
+    memory before, without a word.
+    """
+    optimizer = engine.optimizer
+    if not getattr(optimizer, "swap_optimizer", False):
+        return []
+    swapper = optimizer.optimizer_swapper
+    wrong = []
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        size = 4 * numel  # fp32
+        swapped = optimizer._swappable_optimizer_subgroup(group) and size >= swapper.min_aio_bytes
+        if swapped and 4 * offset % _IO_BLOCK:
+            wrong.append(name)
+    return wrong

@@ -31,10 +31,10 @@ __all__ = [
     "is_overridden",
     "lightning_getattr",
     "lightning_hasattr",
+    "loaders_from_hook",
     "loaders_passed_to_fit",
     "release_optimizers",
-    "restore_loader_position",
-    "training_loaders",
+    "remake_loaders",
     "validate_device_indices",
 ]
 
@@ -69,28 +69,41 @@ def discount_update(trainer: pl.Trainer) -> None:
 def loaders_passed_to_fit(trainer: pl.Trainer) -> list[Any]:
     """The loaders given to ``trainer.fit``, one by one; empty when a hook is to make them."""
     source = trainer.fit_loop._data_source
-    if source.name or source.instance is None:  # a name is that of the hook to call
-        return []
-    return _flatten(source.instance)
+    return [] if source.instance is None or source.is_module() else _flatten(source.instance)
 
 
-def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """The training loaders, made by their hook if that has not been called yet."""
-    trainer.fit_loop.setup_data()
-    combined = trainer.fit_loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
+def loaders_from_hook(trainer: pl.Trainer) -> list[Any]:
+    """The training loaders that a hook makes, one by one, made now if that has not been done yet.
 
-
-def restore_loader_position(trainer: pl.Trainer) -> None:
-    """Lets a stateful loader go on where the checkpoint stopped, if it was made before the checkpoint was read.
-
-    ``fit_loop.setup_data`` gives a loader its state once, when it makes the loader. Whoever asked for the batch size or
-    the number of updates during setup has made it already, and the state would never arrive.
+    Empty when the loaders were given to ``trainer.fit``, where they can be looked at without being made.
     """
     loop = trainer.fit_loop
-    if loop.restarting and loop._data_fetcher is not None and loop._combined_loader_states_to_load:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)
+    if not loop._data_source.is_module():
+        return []
+    loop.setup_data()
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def remake_loaders(trainer: pl.Trainer, *, made_early: bool) -> None:
+    """Lets Lightning make the training loaders again when a checkpoint was read after they had been made.
+
+    ``fit_loop.setup_data`` makes them once, and gives a stateful loader its position when it makes it. Whoever asked
+    for the batch size or the number of updates during setup has made them before there was a position; and a hook may
+    look at what the checkpoint has restored, such as a datamodule's count of samples. Called before the first batch of
+    a resumed run, where the loop asks for its loaders once more.
+
+    Args:
+        trainer: The Trainer, fitting.
+        made_early: Whether the loaders existed before the checkpoint was read.
+    """
+    loop = trainer.fit_loop
+    from_hook = loop._data_source.is_module()
+    if not loop.restarting or not (loop._combined_loader_states_to_load or (made_early and from_hook)):
+        return
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+    loop._combined_loader = None
 
 
 def release_optimizers(strategy: Strategy) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from lightning_zero.errors import ConfigError
 
@@ -40,8 +41,26 @@ def select_accelerator(device_type: str) -> None:
         )
 
 
+def check_precision(config: Mapping[str, Any]) -> None:
+    """Refuses a 16-bit type that the selected accelerator cannot compute with.
+
+    Args:
+        config: A resolved config.
+
+    Raises:
+        ConfigError: The type, and the precision to use instead.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    for section, remedy in (("fp16", "precision='bf16-mixed'"), ("bf16", "precision='16-mixed' or '32-true'")):
+        if config.get(section, {}).get("enabled") is True and not supported[section]():
+            raise ConfigError(f"This {accelerator.device_name()} cannot compute in {section}. Use {remedy}.")
+
+
 def _import_deepspeed(device_type: str) -> None:
-    if "deepspeed" in sys.modules:
+    if sys.modules.get("deepspeed") is not None:
         return
     with environment({_VARIABLE: device_type}):
         try:

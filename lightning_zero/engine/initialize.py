@@ -14,9 +14,10 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero._compat.deepspeed import detach_engine
+from lightning_zero._compat.deepspeed import detach_engine, misread_gradients
 from lightning_zero.engine.accelerator import environment
 from lightning_zero.engine.partition import restore_whole
+from lightning_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -71,7 +72,10 @@ def start_engine(
         evaluate: No optimizer at all, so that no optimizer state is allocated.
 
     Returns:
-        The engine. The caller steps a scheduler made from the config, so the engine holds none.
+        The engine.
+
+    Raises:
+        ConfigError: DeepSpeed would read gradients wrong from NVMe.
     """
     import deepspeed
 
@@ -86,6 +90,7 @@ def start_engine(
             config=copy.deepcopy(dict(config)),
             dist_init_required=False,
         )
+    _refuse_misread_gradients(engine)
     _configure_activation_checkpointing(config)
     return engine
 
@@ -102,6 +107,18 @@ def release_engine(engine: DeepSpeedEngine, *, whole: set[str]) -> None:
     engine.destroy()
     detach_engine(engine)
     restore_whole(module, whole)
+
+
+def _refuse_misread_gradients(engine: DeepSpeedEngine) -> None:
+    names = misread_gradients(engine)
+    if not names:
+        return
+    release_engine(engine, whole=set())
+    raise ConfigError(
+        f"offload_optimizer='nvme': DeepSpeed would read the gradients of {len(names)} parameters wrong, {names[0]} "
+        "first, since their shards do not start at a whole disk block. Use offload_optimizer='cpu', or parameter sizes "
+        "that are multiples of 128 times the number of processes."
+    )
 
 
 def _configure_activation_checkpointing(config: Mapping[str, Any]) -> None:

@@ -313,7 +313,7 @@ def _builds_for_cuda(name: str) -> bool:
 
 def _compiler() -> list[str]:
     """The command that torch compiles with."""
-    return shlex.split(os.environ.get("CXX", "c++"))
+    return shlex.split(os.environ.get("CXX") or "c++")
 
 
 def _install(debian: str, fedora: str) -> str:

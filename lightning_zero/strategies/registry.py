@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.strategies.foreign import refuse_names
 from lightning_zero.strategies.trainer import ZeroStrategy
 
 NAMES = {
@@ -22,3 +23,4 @@ def register() -> None:
     for name, description in NAMES.items():
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, ZeroStrategy, description=description, preset=name)
+    refuse_names(NAMES)

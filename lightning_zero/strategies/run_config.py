@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_zero._compat.lightning import remake_loaders
+from lightning_zero.config.decisions import TOTAL_STEPS, WARMUP_STEPS
+from lightning_zero.config.dotted import MISSING, get
+from lightning_zero.config.explain import explain
 from lightning_zero.config.facts import Fact, RunFacts
 from lightning_zero.config.resolve import ResolvedConfig, resolve_config
 from lightning_zero.config.sources import SourcedConfig
@@ -18,6 +23,7 @@ from lightning_zero.engine.optimizers import has_cpu_version
 from lightning_zero.errors import ConfigError
 from lightning_zero.strategies import checks
 from lightning_zero.strategies.run_facts import early_facts, final_facts
+from lightning_zero.strategies.run_record import write_record
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,6 +44,7 @@ class RunConfig:
         self._micro_batch_size = checks.micro_batch_size(micro_batch_size)
         self._facts: RunFacts | None = None
         self._resolved: ResolvedConfig | None = None
+        self._loaders_made_early = False
 
     @property
     def stage(self) -> int:
@@ -65,10 +72,11 @@ class RunConfig:
             ConfigError: A contradiction, a callback that ZeRO cannot serve, or an op that cannot be had here.
         """
         facts = self._facts = early_facts(trainer, micro_batch_size=self._micro_batch_size, auto=self._auto)
-        self._take(resolve_config(self._sources, facts, final=facts.purpose == "evaluate"))
+        resolved = resolve_config(self._sources, facts, final=facts.purpose == "evaluate")
         if facts.purpose == "fit":
             checks.callbacks(trainer)
-        ops.refuse_missing(self.resolved.config, trainer.strategy.root_device.type)
+        ops.refuse_missing(resolved.config, trainer.strategy.root_device.type)
+        self._take(resolved)
 
     def resolve_final(self, trainer: pl.Trainer, *, optimizer: Optimizer | None, scheduler_from_code: bool) -> None:
         """Resolves the rest, when model and optimizer exist.
@@ -91,14 +99,33 @@ class RunConfig:
             optimizer=optimizer,
             scheduler_from_code=scheduler_from_code,
             optimizer_has_cpu_version=cpu_version,
-            needs_total_steps="scheduler" in self._sources.values,
+            needs_total_steps=self._asks_for_total_steps(self._facts),
         )
+        self._loaders_made_early = trainer.train_dataloader is not None
         resolved = resolve_config(self._sources, facts)
         if not trainer.lightning_module.automatic_optimization:
             resolved = replace(resolved, config=caller_owned(resolved.config))
         self._take(resolved)
         for note in resolved.notes:
             rank_zero_warn(note)
+        rank_zero_info(explain(self.resolved, width=shutil.get_terminal_size((140, 0)).columns))
+
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        """Puts the loaders of a resumed run where they stopped, and writes the config beside the run's logs.
+
+        Args:
+            trainer: The Trainer, before the first batch of a fit. Collective.
+        """
+        remake_loaders(trainer, made_early=self._loaders_made_early)
+        write_record(self.resolved, trainer)
+
+    def _asks_for_total_steps(self, facts: RunFacts) -> bool:
+        """Whether the config says anything that the number of updates decides."""
+        if get(self._sources.values, TOTAL_STEPS) is not MISSING:
+            return True
+        warmup = facts.warmup_steps
+        share = self._auto.get(WARMUP_STEPS, None if warmup is None else warmup.value)
+        return get(self._sources.values, WARMUP_STEPS) is not MISSING and share is not None and 0 < float(share) < 1
 
     def _take(self, resolved: ResolvedConfig) -> None:
         assert self._facts is not None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import math
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_zero._compat.lightning import loaders_passed_to_fit, training_loaders
+from lightning_zero._compat.lightning import loaders_from_hook, loaders_passed_to_fit
 from lightning_zero.config.facts import Fact, RunFacts
 from lightning_zero.integrations.transformers import hidden_size
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _LR_NAMES = ("lr", "learning_rate")
+_ADAM_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
 
 
 def early_facts(trainer: pl.Trainer, *, micro_batch_size: int | None, auto: Mapping[str, Any]) -> RunFacts:
@@ -34,6 +38,11 @@ def early_facts(trainer: pl.Trainer, *, micro_batch_size: int | None, auto: Mapp
     accelerator: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
     nodes = trainer.num_nodes
     world = nodes * trainer.num_devices
+    micro = None
+    if micro_batch_size is not None:
+        micro = Fact(micro_batch_size, f"micro_batch_size={micro_batch_size}")
+    elif fitting:
+        micro = _micro_batch_size(loaders_passed_to_fit(trainer))
     return RunFacts(
         purpose="fit" if fitting else "evaluate",
         world_size=Fact(world, f"Trainer(num_nodes={nodes}, devices={trainer.num_devices})"),
@@ -41,17 +50,17 @@ def early_facts(trainer: pl.Trainer, *, micro_batch_size: int | None, auto: Mapp
         node_rank=Fact(trainer.node_rank, "the cluster environment's node rank"),
         accelerator=accelerator,
         precision=Fact(str(trainer.precision), f"Trainer(precision={str(trainer.precision)!r})"),
-        micro_batch_size=_micro_batch_size(micro_batch_size, loaders_passed_to_fit(trainer) if fitting else []),
+        micro_batch_size=micro,
         accumulate_grad_batches=Fact(
             trainer.accumulate_grad_batches, f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
         ),
         gradient_clip_val=_flag(trainer.gradient_clip_val, "gradient_clip_val"),
         gradient_clip_algorithm=trainer.gradient_clip_algorithm and str(trainer.gradient_clip_algorithm.value),
-        learning_rate=_hyper_parameter(module, _LR_NAMES),
+        learning_rate=_learning_rate(module),
         betas=_betas(module),
-        eps=_hyper_parameter(module, ("eps", "adam_epsilon")),
-        weight_decay=_hyper_parameter(module, ("weight_decay",)),
-        warmup_steps=_hyper_parameter(module, ("warmup_steps", "warmup_ratio")),
+        eps=_hyper_parameter(module, "eps", "adam_epsilon"),
+        weight_decay=_hyper_parameter(module, "weight_decay"),
+        warmup_steps=_hyper_parameter(module, "warmup_steps", "warmup_ratio"),
         auto=auto,
     )
 
@@ -77,7 +86,7 @@ def final_facts(
             makes the training loaders.
     """
     size = hidden_size(trainer.lightning_module)
-    micro = early.micro_batch_size or _micro_batch_size(None, training_loaders(trainer))
+    micro = early.micro_batch_size or _micro_batch_size(loaders_from_hook(trainer))
     lrs = None
     if optimizer is not None:
         lrs = Fact([float(group["lr"]) for group in optimizer.param_groups], "the optimizer of configure_optimizers")
@@ -89,9 +98,7 @@ def final_facts(
         scheduler_from_code=scheduler_from_code,
         optimizer_lrs=lrs,
         optimizer_has_cpu_version=optimizer_has_cpu_version,
-        total_steps=Fact(trainer.estimated_stepping_batches, "trainer.estimated_stepping_batches")
-        if needs_total_steps
-        else None,
+        total_steps=_total_steps(trainer) if needs_total_steps else None,
     )
 
 
@@ -99,9 +106,8 @@ def _flag(value: float | None, name: str) -> Fact[float] | None:
     return None if value is None else Fact(float(value), f"Trainer({name}={value})")
 
 
-def _micro_batch_size(argument: int | None, loaders: Sequence[Any]) -> Fact[int] | None:
-    if argument is not None:
-        return Fact(argument, f"micro_batch_size={argument}")
+def _micro_batch_size(loaders: Sequence[Any]) -> Fact[int] | None:
+    """The largest batch size that loaders tell by their attributes."""
     sizes = [size for size in map(_loader_batch_size, loaders) if size is not None]
     if not sizes:
         return None
@@ -112,21 +118,30 @@ def _micro_batch_size(argument: int | None, loaders: Sequence[Any]) -> Fact[int]
 
 
 def _loader_batch_size(loader: Any) -> Fact[int] | None:
-    places: tuple[tuple[str, Callable[[], Any]], ...] = (
-        ("DataLoader.batch_sampler.batch_size", lambda: getattr(loader, "batch_sampler", None)),
-        ("DataLoader.batch_size", lambda: loader),
+    places = (
+        ("batch_sampler.batch_size", getattr(loader, "batch_sampler", None)),
+        ("batch_size", loader),
     )
-    for origin, holder in places:
-        size = getattr(holder(), "batch_size", None)
-        if isinstance(size, int) and not isinstance(size, bool):
-            return Fact(size, origin)
+    for place, holder in places:
+        size = getattr(holder, "batch_size", None)
+        if isinstance(size, numbers.Integral) and not isinstance(size, bool):
+            return Fact(int(size), f"{type(loader).__name__}.{place}")
     return None
 
 
-def _hyper_parameter(module: pl.LightningModule, names: Sequence[str]) -> Fact[Any] | None:
-    """The first of ``names`` that the module or its hyper-parameters have, where Lightning's LR finder looks too."""
-    for name in names:
-        value = vars(module).get(name)
+def _total_steps(trainer: pl.Trainer) -> Fact[float]:
+    """Updates in the run; infinite where Lightning says -1, for a loader that does not tell its length."""
+    steps = trainer.estimated_stepping_batches
+    return Fact(math.inf if steps < 0 else steps, "trainer.estimated_stepping_batches")
+
+
+def _learning_rate(module: pl.LightningModule) -> Fact[Any] | None:
+    """``lr``, then ``learning_rate``: an attribute of the module or a hyper-parameter.
+
+    A property is not asked: it may well look at an optimizer, which does not exist yet.
+    """
+    for name in _LR_NAMES:
+        value = inspect.getattr_static(module, name, None)
         if _is_number(value):
             return Fact(value, f"module.{name}")
         value = _hparams(module).get(name)
@@ -135,14 +150,23 @@ def _hyper_parameter(module: pl.LightningModule, names: Sequence[str]) -> Fact[A
     return None
 
 
+def _hyper_parameter(module: pl.LightningModule, *names: str) -> Fact[Any] | None:
+    hparams = _hparams(module)
+    return next(
+        (Fact(hparams[name], f"module.hparams.{name}") for name in names if _is_number(hparams.get(name))), None
+    )
+
+
 def _betas(module: pl.LightningModule) -> Fact[Sequence[float]] | None:
     hparams = _hparams(module)
-    if hparams.get("betas") is not None:
-        return Fact([float(beta) for beta in hparams["betas"]], "module.hparams.betas")
-    first, second = hparams.get("adam_beta1"), hparams.get("adam_beta2")
-    if first is not None and second is not None:
-        return Fact([float(first), float(second)], "module.hparams.adam_beta1 and adam_beta2")
-    return None
+    pair = hparams.get("betas")
+    if isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_number, pair)):
+        return Fact(list(pair), "module.hparams.betas")
+    said = [name for name in _ADAM_BETAS if _is_number(hparams.get(name))]
+    if not said:
+        return None
+    values = [hparams[name] if name in said else default for name, default in _ADAM_BETAS.items()]
+    return Fact(values, f"module.hparams.{' and '.join(said)}")
 
 
 def _hparams(module: pl.LightningModule) -> Mapping[str, Any]:
@@ -151,4 +175,11 @@ def _hparams(module: pl.LightningModule) -> Mapping[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether the resolver can read a value as a number; a YAML file may have made a string of it."""
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -27,7 +27,7 @@ from lightning_zero.config.explain import explain
 from lightning_zero.config.resolve import ResolvedConfig
 from lightning_zero.config.sources import compose
 from lightning_zero.engine import initialize, ops
-from lightning_zero.engine.accelerator import select_accelerator
+from lightning_zero.engine.accelerator import check_precision, select_accelerator
 from lightning_zero.engine.casting import EvaluationCast
 from lightning_zero.engine.partition import numel, restore_whole, whole_parameters
 from lightning_zero.engine.session import EngineSession, end_session
@@ -119,6 +119,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         self._skipped = SkippedUpdate()
         self._cast: EvaluationCast | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(stage={self.stage}) for lightning.pytorch.Trainer"
+
     # What the user asks
 
     @property
@@ -184,6 +187,7 @@ class ZeroStrategy(DeepSpeedStrategy):
             self.release()
         if self._session is None:
             self._run_config.resolve_early(trainer)
+            check_precision(self.resolved.config)
             self.config = self.resolved.config  # the parents and some of Lightning's callbacks read it
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -259,7 +263,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        _lightning.restore_loader_position(self._trainer)
+        self._run_config.begin_training(self._trainer)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
