@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.harness.forkserver import REPOSITORY
 
 PROGRAM = """
 import sys, threading, time
@@ -54,5 +57,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path, format_: str, dtype: str) -> None:
     """W6: anonymous memory stays below 120 MB while 320 MB are converted, one parameter of 240 MB among them."""
     command = [sys.executable, "-c", PROGRAM, large, tmp_path / "out", format_, dtype]
-    used = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    used = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert int(used.stdout) < 120

@@ -1,0 +1,1 @@
+"""The program ``lightning-zero``: one file for each subcommand."""
