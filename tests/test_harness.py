@@ -42,6 +42,14 @@ def _leave_a_child() -> int:
     return subprocess.Popen(["sleep", "600"]).pid
 
 
+def _return_before_the_other() -> None:
+    port, first = int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
+    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=first)
+    if not first:
+        time.sleep(1)
+        store.set("late", "word")
+
+
 def _all_reduce(start: torch.Tensor) -> torch.Tensor:
     torch.distributed.init_process_group("gloo")
     total = start * (torch.distributed.get_rank() + 1)
@@ -120,6 +128,11 @@ def _runs(pid: int) -> bool:
     """Whether the process lives; one that only waits to be reaped does not."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_first_rank_to_return_waits_for_the_others() -> None:
+    """Rank 0 holds the store: it stays until the last rank has returned."""
+    run_ranks(_return_before_the_other, 2)
 
 
 def test_a_rank_starts_with_one_thread() -> None:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from pickle import loads
@@ -110,17 +110,22 @@ def collect_outcomes(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         files = [Files.of(Path(folder), rank) for rank in range(world_size)]
         variables = _rank_variables(world_size, env or {})
-        processes = [
-            context.Process(target=run, args=(call, variables[rank], str(Path.cwd()), files[rank]), daemon=False)
-            for rank in range(world_size)
-        ]
+        processes: list[ForkServerProcess] = []
+        links: list[Connection] = []
         try:
-            for process in processes:
-                process.start()
-            hung = _wait(processes, timeout, grace)
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                links.append(ours)
+                arguments = (call, variables[rank], str(Path.cwd()), files[rank], theirs)
+                processes.append(context.Process(target=run, args=arguments, daemon=False))
+                processes[rank].start()
+                theirs.close()
+            hung = _wait(processes, links, timeout, grace)
             _dump_stacks(hung, processes, files)
         finally:
             _end(processes)
+            for link in links:
+                link.close()
         return [_outcome(rank, processes[rank], files[rank], rank in hung) for rank in range(world_size)]
 
 
@@ -148,21 +153,44 @@ def _free_port() -> int:
         return port
 
 
-def _wait(processes: Sequence[ForkServerProcess], timeout: float, grace: float) -> set[int]:
-    """Waits until all ranks ended, or the deadline; returns the ranks that still run."""
+def _wait(
+    processes: Sequence[ForkServerProcess], links: Sequence[Connection], timeout: float, grace: float
+) -> set[int]:
+    """Waits until every rank has returned or ended, or the deadline; returns the ranks that still run.
+
+    Ranks that have returned stay until all have: rank 0 holds the store that the others may still be asking.
+    """
     deadline = time.monotonic() + timeout
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    running = set(range(len(processes)))
+    returned: set[int] = set()
+    watched: dict[Any, int] = {link: rank for rank, link in enumerate(links)}
+    watched |= {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
-        if not ended:
+        wanted = [thing for thing, rank in watched.items() if rank in running]
+        ready = wait(wanted, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
             break
-        for sentinel in ended:
-            assert isinstance(sentinel, int)
-            process = processes[running.pop(sentinel)]
-            process.join()
-            if process.exitcode != 0:
+        for thing in ready:
+            rank = watched[thing]
+            if isinstance(thing, Connection):
+                del watched[thing]
+                if not _has_word(thing):
+                    continue  # its process is ending, which the sentinel tells
+                returned.add(rank)
+            else:
                 deadline = min(deadline, time.monotonic() + grace)
-    return set(running.values())
+            running.discard(rank)
+    for rank in returned:
+        links[rank].send_bytes(b"go")
+        processes[rank].join()
+    return running
+
+
+def _has_word(link: Connection) -> bool:
+    try:
+        return bool(link.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return False
 
 
 def _dump_stacks(hung: set[int], processes: Sequence[ForkServerProcess], files: Sequence[Files]) -> None:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Files:
         return cls(report=folder / f"{rank}.report", output=folder / f"{rank}.output", stacks=folder / f"{rank}.stacks")
 
 
-def run(call: Call, environment: dict[str, str], cwd: str, files: Files) -> None:
+def run(call: Call, environment: dict[str, str], cwd: str, files: Files, parent: Connection) -> None:
     """The target of a rank's process."""
     _die_with_the_server()
     os.setsid()  # the parent ends the whole session, so that no child of a rank survives
@@ -81,7 +82,15 @@ def run(call: Call, environment: dict[str, str], cwd: str, files: Files) -> None
     unfinished.rename(files.report)
     sys.stdout.flush()
     sys.stderr.flush()
+    if error is None:
+        _stay_until_released(parent)
     os._exit(1 if error else 0)  # not a finaliser more: gloo's threads may wait there for ranks that are gone
+
+
+def _stay_until_released(parent: Connection) -> None:
+    """Keeps this rank's store and sockets alive for ranks that are still in the last collective."""
+    parent.send_bytes(b"done")
+    parent.poll(None)  # the parent's word, or its end
 
 
 def _die_with_the_server() -> None:
