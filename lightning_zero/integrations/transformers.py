@@ -58,5 +58,5 @@ def _sizes(config: Any, prefix: str = "", seen: frozenset[int] = frozenset()) ->
         elif isinstance(value, (list, tuple)) and value:
             yield max(value), prefix + name
     for name, value in vars(config).items():
-        if name.endswith("_config") and hasattr(value, "to_dict"):
+        if hasattr(value, "to_dict"):  # `text_config`, and the `encoder` and `decoder` of a pair of models
             yield from _sizes(value, f"{prefix}{name}.", seen | {id(config)})
