@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_zero.checkpoint.layout import MODULE_FILE, locate
+from lightning_zero.checkpoint.layout import locate
 from lightning_zero.checkpoint.merge import StoredTensor
 from lightning_zero.checkpoint.shards import TensorRef
 from lightning_zero.checkpoint.source import Source, open_source
@@ -32,7 +32,7 @@ Format = Literal["transformers", "safetensors", "lightning", "torch"]
 Progress = Callable[[int, int], None]
 """Called with (bytes written, bytes in all), from one thread at a time."""
 
-_CHUNK = 8 << 20  # elements converted and written at once by each thread: 32 MB of fp32
+_CHUNK = 1 << 20  # elements converted and written at once: large enough for the disk, small enough to reuse memory
 _THREADS = 4
 
 
@@ -60,6 +60,11 @@ class WholeWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._source.tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name; reads no tensor."""
+        return {name: tuple(stored.shape) for name, stored in self._source.tensors.items()}
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -148,7 +153,7 @@ def _renamed(source: Source, format_: str, strip_prefix: str | None) -> dict[str
             f"{source.location.root} has no transformers/config.json, which format='transformers' needs. "
             "Put the model's config.json there, or use format='safetensors'."
         )
-    prefix = strip_prefix if strip_prefix is not None else recorded_prefix(home, MODULE_FILE)
+    prefix = strip_prefix if strip_prefix is not None else recorded_prefix(home)
     return rename_keys(names, common_prefix(names) if prefix is None else prefix, strip_compile=True, only_below=True)
 
 

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
+from lightning_zero.export.atomic import TEMPORARY_PREFIX
 
 __all__ = [
     "CLIENT_STATE_KEY",
     "LATEST",
-    "MODULE_FILE",
-    "TEMPORARY_PREFIX",
     "TRANSFORMERS_FOLDER",
     "CheckpointLocation",
     "ShardName",
@@ -44,8 +43,6 @@ __all__ = [
 
 LATEST = "latest"
 TRANSFORMERS_FOLDER = "transformers"
-MODULE_FILE = "module.json"
-TEMPORARY_PREFIX = ".saving-"
 CLIENT_STATE_KEY = "lightning_zero"
 
 Kind = Literal["sharded", "torch", "safetensors"]

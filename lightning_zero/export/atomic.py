@@ -14,9 +14,19 @@ from pathlib import Path
 
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["begin_folder", "discard", "publish_folder", "staged_file", "staged_folder", "sync", "write_text"]
+__all__ = [
+    "TEMPORARY_PREFIX",
+    "begin_folder",
+    "discard",
+    "publish_folder",
+    "staged_file",
+    "staged_folder",
+    "sync",
+    "write_text",
+]
 
-_PREFIX = ".saving-"  # the same for every hidden name; it never contains the final one, whose digits others may parse
+TEMPORARY_PREFIX = ".saving-"
+"""How every hidden name begins; it never contains the final one, whose digits others may parse."""
 
 
 def begin_folder(output: Path) -> Path:
@@ -34,7 +44,7 @@ def begin_folder(output: Path) -> Path:
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output} is a file, and this format is a folder. Give another output path.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    hidden = output.parent / f"{_PREFIX}{uuid.uuid4().hex}"
+    hidden = output.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     hidden.mkdir()
     return hidden
 
@@ -117,7 +127,7 @@ def staged_file(output: Path) -> Iterator[Path]:
             f"{output} is a folder, and this format is one file. Give a file's path, such as {output / 'model.ckpt'}."
         )
     output.parent.mkdir(parents=True, exist_ok=True)
-    hidden = output.parent / f"{_PREFIX}{uuid.uuid4().hex}"
+    hidden = output.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     try:
         yield hidden
         hidden.replace(output)

@@ -12,8 +12,9 @@ import torch
 from lightning_zero.errors import CheckpointError
 from lightning_zero.export.atomic import sync, write_text
 
-__all__ = ["copy_model_files", "recorded_prefix", "write_module_file"]
+__all__ = ["MODULE_FILE", "copy_model_files", "recorded_prefix", "write_module_file"]
 
+MODULE_FILE = "module.json"
 _CONFIG = "config.json"
 _NAMES = frozenset(
     {
@@ -26,23 +27,21 @@ _NAMES = frozenset(
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, transformers 4
 
 
-def write_module_file(folder: Path, name: str, prefix: str) -> None:
+def write_module_file(folder: Path, prefix: str) -> None:
     """Note where in the LightningModule the transformers model sits.
 
     Args:
         folder: The folder of the model's ``config.json`` in a checkpoint.
-        name: The note's file name.
         prefix: What the model's keys begin with in the LightningModule's state dict, such as ``model.``.
     """
-    write_text(folder / name, json.dumps({"prefix": prefix}) + "\n")
+    write_text(folder / MODULE_FILE, json.dumps({"prefix": prefix}) + "\n")
 
 
-def recorded_prefix(folder: Path, name: str) -> str | None:
+def recorded_prefix(folder: Path) -> str | None:
     """What :func:`write_module_file` noted.
 
     Args:
         folder: The folder of the model's ``config.json`` in a checkpoint.
-        name: The note's file name.
 
     Returns:
         The prefix, or None without a note.
@@ -50,7 +49,7 @@ def recorded_prefix(folder: Path, name: str) -> str | None:
     Raises:
         CheckpointError: The note cannot be read.
     """
-    path = folder / name
+    path = folder / MODULE_FILE
     if not path.is_file():
         return None
     try:

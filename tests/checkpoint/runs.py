@@ -23,6 +23,8 @@ class Variant:
     empty: bool = False
     exclude_frozen: bool = False
     round_robin: bool = False
+    offload: bool = False
+    fp32_gradients: bool = False
 
 
 VARIANTS = {
@@ -35,6 +37,8 @@ VARIANTS = {
     "uneven": Variant(),
     "excluded": Variant(frozen=True, tied=True, exclude_frozen=True),
     "reordered": Variant(groups=True, round_robin=True),
+    "offloaded": Variant(frozen=True, groups=True, offload=True),
+    "fp32-gradients": Variant(groups=True, fp32_gradients=True),
     "everything": Variant(tied=True, aliased=True, frozen=True, groups=True, buffers=True),
 }
 
@@ -99,7 +103,7 @@ def save_runs(folder: Path, cases: list[Case]) -> None:
         checkpoint = folder / str(case)
         expected = _train_and_save(VARIANTS[case.variant], case.stage, case.precision, checkpoint)
         if torch.distributed.get_rank() == 0:
-            converted = _convert(checkpoint) if case.stage else {}
+            converted = _convert(checkpoint) if case.stage and case.variant != "fp32-gradients" else {}
             torch.save({"expected": expected, "converted": converted}, folder / f"{case}.pt")
         torch.distributed.barrier()
 
@@ -132,9 +136,17 @@ def _train_and_save(variant: Variant, stage: int, precision: str, folder: Path) 
 
 
 def _config(stage: int, precision: str, variant: Variant) -> dict[str, Any]:
+    section: dict[str, Any] = {
+        "stage": stage,
+        "round_robin_gradients": variant.round_robin,
+        "sub_group_size": 90,  # several flat groups at stage 3
+    }
+    if variant.offload:
+        section["offload_optimizer"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "round_robin_gradients": variant.round_robin, "sub_group_size": 90},
+        "zero_optimization": section,
+        "data_types": {"grad_accum_dtype": "fp32" if variant.fp32_gradients else None},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.checkpoint.layout import TEMPORARY_PREFIX, locate, parse_shard_name, tags
+from lightning_zero.checkpoint.layout import locate, parse_shard_name, tags
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
+from lightning_zero.export.atomic import TEMPORARY_PREFIX
 
 
 @pytest.fixture

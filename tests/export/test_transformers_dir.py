@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint.consolidate import consolidate
-from lightning_zero.checkpoint.layout import MODULE_FILE, TRANSFORMERS_FOLDER
+from lightning_zero.checkpoint.layout import TRANSFORMERS_FOLDER
 from lightning_zero.checkpoint.verify import inspect_checkpoint
 from lightning_zero.errors import CheckpointError
-from lightning_zero.export.transformers_dir import write_module_file
+from lightning_zero.export.transformers_dir import MODULE_FILE, write_module_file
 
 VOCABULARY = 37
 
@@ -84,7 +84,7 @@ def test_the_noted_prefix_selects_the_model(tmp_path: Path) -> None:
 
     model = llama(True)
     source = checkpoint_of(model, tmp_path / "a.ckpt", "net.", {"metric.total": torch.tensor(1.0)})
-    write_module_file(source / TRANSFORMERS_FOLDER, MODULE_FILE, "net.")
+    write_module_file(source / TRANSFORMERS_FOLDER, "net.")
     output = consolidate(source, tmp_path / "out")
     assert_same(AutoModelForCausalLM.from_pretrained(output), model, torch.float32)
     assert {tensor.name for tensor in inspect_checkpoint(output).tensors} == set(model.state_dict())
