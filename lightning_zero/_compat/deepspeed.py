@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
@@ -181,3 +184,50 @@ def misread_gradients(engine: DeepSpeedEngine) -> list[str]:
         if swapped and 4 * offset % _IO_BLOCK:
             wrong.append(name)
     return wrong
+
+
+@contextmanager
+def recording_writer(engine: DeepSpeedEngine) -> Iterator[list[BaseException]]:
+    """Lets a save go on where this rank cannot write, so that the barriers inside it find every rank.
+
+    DeepSpeed writes through ``engine.checkpoint_engine``, an object made to be exchanged.
+
+    Args:
+        engine: The engine that saves.
+
+    Yields:
+        What went wrong on this rank, in order.
+    """
+    failures: list[BaseException] = []
+    writer = engine.checkpoint_engine
+    engine.checkpoint_engine = _Recording(writer, failures)
+    try:
+        yield failures
+    finally:
+        engine.checkpoint_engine = writer
+
+
+class _Recording:
+    """A DeepSpeed checkpoint engine whose failures are kept instead of raised."""
+
+    def __init__(self, writer: Any, failures: list[BaseException]) -> None:
+        self._writer = writer
+        self._failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        try:
+            self._writer.makedirs(path, exist_ok=exist_ok)
+        except OSError as failure:
+            self._failures.append(failure)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if self._failures:
+            return
+        try:
+            self._writer.save(state_dict, path)
+        # torch's zip writer raises RuntimeError for a full disk; pickle raises the others.
+        except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as failure:
+            self._failures.append(failure)

@@ -54,6 +54,7 @@ class EngineSession:
     ) -> None:
         end_session(module)
         self.module = module
+        self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self.evaluate = evaluate
         self.ended = False
         self._whole_before = whole_parameters(module)

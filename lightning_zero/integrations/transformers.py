@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
@@ -60,3 +61,15 @@ def _sizes(config: Any, prefix: str = "", seen: frozenset[int] = frozenset()) ->
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):  # `text_config`, and the `encoder` and `decoder` of a pair of models
             yield from _sizes(value, f"{prefix}{name}.", seen | {id(config)})
+
+
+def save_configs(model: Any, folder: Path) -> None:
+    """Writes what ``save_pretrained`` writes beside the weights: config and, if there is one, generation config.
+
+    Args:
+        model: A transformers model, whose weights may be sharded.
+        folder: An existing folder.
+    """
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)

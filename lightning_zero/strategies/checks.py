@@ -49,6 +49,11 @@ def callbacks(trainer: pl.Trainer) -> None:
 
 def one_optimizer(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
     """One optimizer that ZeRO can shard, at most one scheduler."""
+    if len(optimizers) == 1 and not optimizers[0].param_groups:  # what Lightning puts in the place of None
+        raise ConfigError(
+            "configure_optimizers returned None, and the config has no `optimizer` section. "
+            "Return an optimizer, or describe it in the config."
+        )
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers, and an "

@@ -33,6 +33,7 @@ from lightning_zero.engine.partition import numel, restore_whole, whole_paramete
 from lightning_zero.engine.session import EngineSession, end_session
 from lightning_zero.errors import ConfigError
 from lightning_zero.strategies import checks
+from lightning_zero.strategies.checkpointed import CheckpointedStrategy
 from lightning_zero.strategies.precision import ZeroPrecision
 from lightning_zero.strategies.run_config import RunConfig
 from lightning_zero.strategies.skipping import SkippedUpdate
@@ -40,7 +41,7 @@ from lightning_zero.strategies.skipping import SkippedUpdate
 _log = logging.getLogger(__name__)
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(CheckpointedStrategy):
     """Trains with DeepSpeed ZeRO, on CPU (gloo) and on CUDA.
 
     Args:
@@ -264,11 +265,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     @override
     def on_train_start(self) -> None:
         self._run_config.begin_training(self._trainer)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: no rank builds a whole optimizer state, each saves its own shard with the checkpoint."""
-        return {}
+        self._restore_random_numbers()
 
     # Evaluation without an engine (stages 0-2): the weights are cast once they have been loaded
 
@@ -316,11 +313,6 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Nothing: the names are registered by ``import lightning_zero``."""
 
     # Details
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @property
     def _precision(self) -> ZeroPrecision:

@@ -1,0 +1,152 @@
+"""The half of the Trainer's strategy that saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY
+from lightning_zero.checkpoint.publish import remove
+from lightning_zero.engine.session import EngineSession
+from lightning_zero.engine.state import set_rng_state
+from lightning_zero.errors import CheckpointError, ConfigError
+from lightning_zero.strategies import checkpoints
+
+
+class CheckpointedStrategy(DeepSpeedStrategy):
+    """Saves shards or whole weights, and loads whatever a path stands for."""
+
+    _session: EngineSession | None = None
+    _rng_states: list[dict[str, Any]] | None = None
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Saves the run, or its weights alone when Lightning's part holds no optimizer. Collective.
+
+        Args:
+            checkpoint: Lightning's part.
+            filepath: A folder for a whole checkpoint, a file for weights alone. What is there lives until the new one
+                is whole.
+            storage_options: Not supported.
+
+        Raises:
+            CheckpointError: It could not be written; an earlier one of that name is untouched.
+        """
+        if storage_options is not None:
+            raise ConfigError(
+                "storage_options are for a CheckpointIO, and DeepSpeed writes its shards itself. Omit them."
+            )
+        if self._interrupted:
+            rank_zero_warn(f"{filepath} is not saved: this rank was interrupted, and the others may not be saving.")
+            return
+        filepath = self.broadcast(filepath)
+        if "optimizer_states" not in checkpoint:
+            assert self.lightning_module is not None
+            checkpoints.save_weights(self.lightning_module, checkpoint, filepath)
+            return
+        checkpoints.save_sharded(self._running, checkpoint, filepath, exclude_frozen=self.exclude_frozen_parameters)
+
+    @override
+    def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
+        if self.is_global_zero:
+            remove(Path(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads what a path stands for; the weights too, when they come with optimizer states. Collective.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged or does not fit; on all ranks, before anything is changed.
+        """
+        assert self.lightning_module is not None
+        opened = checkpoints.open_checkpoint(checkpoint_path)
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if not (fitting and opened.location.kind == "sharded"):
+            return checkpoints.lightning_state(opened, weights_only)
+        self._running.window.clear()
+        loaded = checkpoints.resume_sharded(
+            self._running,
+            opened,
+            strict=self.lightning_module.strict_loading,
+            exclude_frozen=self.exclude_frozen_parameters,
+        )
+        self._rng_states = loaded.get(CLIENT_STATE_KEY, {}).get("rng")
+        return loaded
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if "state_dict" in checkpoint:  # else the engine has loaded it
+            assert self.lightning_module is not None
+            checkpoints.set_state_dict(
+                self.lightning_module, checkpoint["state_dict"], strict=strict, where="The checkpoint"
+            )
+
+    def load_weights(self, path: str | PathLike[str], *, strict: bool = True, module: str | None = None) -> None:
+        """Starts from the weights of a checkpoint, with a fresh optimizer, at any stage. Collective.
+
+        Args:
+            path: A sharded folder, a single file, or a folder that ``save_pretrained`` wrote.
+            strict: Whether names must be equal.
+            module: Name of the part of the LightningModule to load into; ``None``: all of it.
+
+        Raises:
+            CheckpointError: The weights do not fit, or the checkpoint is damaged; nothing has been changed.
+        """
+        assert self.lightning_module is not None
+        target: Module = self.lightning_module if module is None else self.lightning_module.get_submodule(module)
+        if self._session is not None and not self._session.evaluate:
+            self._session.window.clear()
+        checkpoints.load_weights(target, path, strict=strict)
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the shards hold the optimizer's state, and a single file's is not spread over them."""
+        return False
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._interrupted:
+            super().barrier(name)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: no rank builds a whole optimizer state, each saves its own shard with the checkpoint."""
+        return {}
+
+    def _restore_random_numbers(self) -> None:
+        """Goes on with the random numbers of the checkpoint, now that the loader's iterator has been made."""
+        if self._rng_states is not None:
+            set_rng_state(self._rng_states)
+            self._rng_states = None
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception ended the run on this rank, so that nothing collective can follow."""
+        module = self.lightning_module
+        if module is None or self.world_size == 1 or module._trainer is None:
+            return False
+        return module._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _running(self) -> EngineSession:
+        if self._session is None or self._session.evaluate:
+            raise CheckpointError("There is no training engine. Save and resume inside or after `trainer.fit`.")
+        return self._session
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer

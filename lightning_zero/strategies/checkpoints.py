@@ -1,0 +1,313 @@
+"""Saving and loading for a strategy: which file or folder a path is, and what of it goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn import Module
+
+from lightning_zero.checkpoint.consolidate import load_full_state_dict
+from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLDER, CheckpointLocation, locate
+from lightning_zero.checkpoint.manifest import Manifest
+from lightning_zero.checkpoint.publish import Save, abandon_save, begin_save, publish_save
+from lightning_zero.checkpoint.verify import verify_checkpoint
+from lightning_zero.engine import state
+from lightning_zero.engine.session import EngineSession
+from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
+from lightning_zero.export.transformers_dir import write_module_file
+from lightning_zero.integrations.transformers import pretrained_models, save_configs
+from lightning_zero.strategies.weights_file import write_weights_file
+
+T = TypeVar("T")
+
+# What DeepSpeed puts into a model file beside Lightning's state.
+_DEEPSPEED_KEYS = frozenset(
+    {
+        "buffer_names",
+        "data_sampler",
+        "dp_world_size",
+        "ds_config",
+        "ds_version",
+        "frozen_param_fragments",
+        "frozen_param_shapes",
+        "global_samples",
+        "global_steps",
+        "lr_scheduler",
+        "module",
+        "mp_world_size",
+        "optimizer",
+        "param_shapes",
+        "random_ltd",
+        "shared_params",
+        "skipped_steps",
+        "sparse_tensor_module_names",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was found and is whole."""
+
+    location: CheckpointLocation
+    manifest: Manifest
+
+
+# Saving
+
+
+def save_sharded(
+    session: EngineSession, checkpoint: Mapping[str, Any], path: str | PathLike[str], *, exclude_frozen: bool
+) -> None:
+    """Writes weights and optimizer states, one shard by each rank. Collective.
+
+    Args:
+        session: A training engine's.
+        checkpoint: Lightning's state.
+        path: The checkpoint's folder; a checkpoint that is there lives until the new one is whole.
+        exclude_frozen: Leave frozen parameters out.
+
+    Raises:
+        CheckpointError: Some rank could not write; nothing of it is left, and what was there before is there still.
+    """
+    client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    client[CLIENT_STATE_KEY] = {"rng": state.rng_states()}
+    save = _on_rank_zero(lambda: begin_save(_local(path)), f"saving {path}")
+    error = state.save_shards(session.engine, save.root, save.written, client, exclude_frozen=exclude_frozen)
+    _finish(save, state.all_errors(error), lambda: _publish(save, session.module))
+
+
+def save_weights(module: Module, checkpoint: Mapping[str, Any], path: str | PathLike[str]) -> None:
+    """Writes one Lightning file of whole weights, tensor by tensor. Collective.
+
+    Args:
+        module: The LightningModule.
+        checkpoint: Lightning's state.
+        path: The file; one that is there lives until the new one is whole.
+
+    Raises:
+        CheckpointError: The file could not be written; what was there before is there still.
+    """
+    errors = state.all_errors(write_weights_file(module, checkpoint, _local(path)))
+    if errors:
+        raise CheckpointError(f"saving {path} failed: {errors[0][1]}. What was there before is untouched.")
+
+
+def _publish(save: Save, module: Module) -> None:
+    models = pretrained_models(module)
+    if len(models) == 1:
+        name, model = models[0]
+        folder = save.root / TRANSFORMERS_FOLDER
+        folder.mkdir(exist_ok=True)
+        save_configs(model, folder)
+        write_module_file(folder, f"{name}." if name else "")
+    publish_save(save)
+
+
+def _finish(save: Save, errors: list[tuple[int, str]], publish: Callable[[], None]) -> None:
+    if not errors:
+        _on_rank_zero(publish, f"saving {save.path}")
+        return
+    if dist.get_rank() == 0:
+        abandon_save(save)
+    rank, text = errors[0]
+    raise CheckpointError(
+        f"saving {save.path} failed on rank {rank}: {text}. Nothing of it is left, and an earlier checkpoint of that "
+        "name is untouched."
+    )
+
+
+def _local(path: str | PathLike[str]) -> Path:
+    if "://" in str(path):
+        raise CheckpointError(
+            f"{path} is a remote URL, and DeepSpeed writes shards to local paths only. Save to a local or shared disk."
+        )
+    return Path(path)
+
+
+# Loading
+
+
+def open_checkpoint(path: str | PathLike[str]) -> Opened:
+    """Finds a checkpoint and makes sure that it is whole, before anything is changed. Collective.
+
+    Args:
+        path: What the user gave as ``ckpt_path``.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged; on all ranks.
+    """
+
+    def look() -> Opened:
+        location = locate(path)
+        return Opened(location, verify_checkpoint(location.root, tag=location.tag))
+
+    return _on_rank_zero(look, f"loading {path}")
+
+
+def resume_sharded(session: EngineSession, opened: Opened, *, strict: bool, exclude_frozen: bool) -> dict[str, Any]:
+    """Loads weights and optimizer states into a training engine. Collective.
+
+    Args:
+        session: A training engine's.
+        opened: A sharded checkpoint.
+        strict: Whether names must be equal.
+        exclude_frozen: Whether frozen parameters may be missing.
+
+    Returns:
+        Lightning's state.
+    """
+    manifest, location = opened.manifest, opened.location
+    assert location.tag is not None
+    if not manifest.has_optimizer:
+        raise CheckpointError(
+            f"{manifest.path} holds no optimizer states to go on from. "
+            "Start a new training from its weights with `trainer.strategy.load_weights(path)`."
+        )
+    saved, here = (manifest.stage, manifest.world_size), (session.stage, dist.get_world_size())
+    if saved != here:
+        raise CheckpointError(
+            f"{manifest.path} was saved at stage {saved[0]} by {saved[1]} ranks, and this run has stage {here[0]} and "
+            f"{here[1]}. Use the same stage and number of processes, or `trainer.strategy.load_weights(path)`."
+        )
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
+    missing_frozen = exclude_frozen or bool(manifest.left_out)
+    state.check_weights(session.module, shapes, strict=strict, where=str(manifest.path), missing_frozen=missing_frozen)
+    return state.load_shards(session.engine, location.root, location.tag)
+
+
+def lightning_state(opened: Opened, weights_only: bool | None) -> dict[str, Any]:
+    """Lightning's state of a checkpoint, with its weights under ``state_dict``, read when they are asked for.
+
+    Args:
+        opened: The checkpoint.
+        weights_only: As in :func:`torch.load`, for a single file.
+
+    Raises:
+        CheckpointError: The checkpoint holds weights alone.
+    """
+    manifest, location = opened.manifest, opened.location
+    if location.kind == "sharded":
+        content = _load(_model_file(location), weights_only=False)
+        kept = {key: value for key, value in content.items() if key not in _DEEPSPEED_KEYS}
+        return {**kept, "state_dict": load_full_state_dict(location.root, tag=location.tag)}
+    if manifest.kind != "lightning":
+        raise CheckpointError(
+            f"{manifest.path} holds weights and no state of a Trainer, so it cannot be a ckpt_path. "
+            "Load it with `trainer.strategy.load_weights(path)`."
+        )
+    content = _load(location.root, weights_only=bool(weights_only))
+    if content.get("optimizer_states"):
+        rank_zero_warn(
+            f"{manifest.path} is a single file, and its optimizer states are not spread over the ranks: the optimizer "
+            "starts afresh. Resume from a sharded checkpoint to keep them."
+        )
+    return content
+
+
+def load_weights(module: Module, path: str | PathLike[str], *, strict: bool) -> None:
+    """Sets a module's weights from any kind of checkpoint. Collective.
+
+    Args:
+        module: The LightningModule, or a part of it.
+        path: A sharded folder, a single file, or a folder that ``save_pretrained`` wrote.
+        strict: Whether names must be equal.
+
+    Raises:
+        CheckpointError: The weights do not fit, or the checkpoint is damaged.
+    """
+    opened = open_checkpoint(path)
+    weights = load_full_state_dict(opened.location.root, tag=opened.location.tag)
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in opened.manifest.tensors}
+    prefix = _prefix(module, shapes)
+    named = {prefix + name: shape for name, shape in shapes.items()}
+    state.check_weights(module, named, strict=strict, where=str(path), missing_frozen=bool(opened.manifest.left_out))
+    state.set_weights(module, _Prefixed(weights, prefix))
+
+
+def set_state_dict(module: Module, weights: Mapping[str, Any], *, strict: bool, where: str) -> None:
+    """Sets a module's weights from a state dict, whole or read on demand. Collective at stage 3.
+
+    Args:
+        module: The module.
+        weights: Tensors by name.
+        strict: Whether names must be equal.
+        where: The checkpoint, for messages.
+    """
+    shapes = getattr(weights, "shapes", None)
+    if shapes is None:
+        shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    state.check_weights(module, shapes, strict=strict, where=where)
+    state.set_weights(module, weights)
+
+
+class _Prefixed(Mapping[str, Any]):
+    """A mapping whose names all begin with a prefix."""
+
+    def __init__(self, weights: Mapping[str, Any], prefix: str) -> None:
+        self._weights = weights
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> Any:
+        if not name.startswith(self._prefix):
+            raise KeyError(name)
+        return self._weights[name[len(self._prefix) :]]
+
+    def __iter__(self) -> Any:
+        return (self._prefix + name for name in self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _prefix(module: Module, shapes: Mapping[str, Any]) -> str:
+    """The attribute of a LightningModule under which weights lie that a transformers model was saved with."""
+    names = set(state.tensor_shapes(module))
+    if not names.isdisjoint(shapes):
+        return ""
+    for name, _ in pretrained_models(module):
+        prefix = f"{name}." if name else ""
+        if any(prefix + key in names for key in shapes):
+            return prefix
+    return ""
+
+
+def _model_file(location: CheckpointLocation) -> Path:
+    names = ("mp_rank_00_model_states.pt", f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt")
+    for name in (*names, "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        if (location.folder / name).is_file():
+            return location.folder / name
+    raise CheckpointNotFoundError(f"{location.folder} has no model file. Copy the checkpoint again, as a whole.")
+
+
+def _load(path: Path, *, weights_only: bool) -> dict[str, Any]:
+    content: dict[str, Any]
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError:  # torch's older format cannot be mapped
+        content = torch.load(path, map_location="cpu", weights_only=weights_only)
+    return content
+
+
+def _on_rank_zero(work: Callable[[], T], doing: str) -> T:
+    """The result of work that one rank does for all; its error, on all ranks."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except CheckpointError as error:
+            outcome[1] = error
+        except OSError as error:
+            outcome[1] = CheckpointError(f"{doing} failed: {error}.")
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
