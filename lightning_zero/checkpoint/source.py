@@ -80,7 +80,13 @@ def open_source(location: CheckpointLocation) -> Source:
 
 def _open_sharded(location: CheckpointLocation) -> Source:
     states = open_states(location)
-    merged = merge(states)
+    try:
+        merged = merge(states)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{location.folder} is not laid out as DeepSpeed lays it out ({error!r}). "
+            "Consolidate it with the zero_to_fp32.py of the DeepSpeed release that wrote it."
+        ) from error
     client = states.client_state
     frozen, buffers, masters = merged.frozen, merged.buffers, merged.masters
 

@@ -124,7 +124,7 @@ def _open_files(folder: Path) -> _Opened:
         try:
             content = ShardFile(path).content
             required = "module" if name.role == "model" else "optimizer_state_dict"
-            if not isinstance(content, Mapping) or required not in content:
+            if not isinstance(content, Mapping) or not isinstance(content.get(required), Mapping):
                 raise CheckpointError(f"{path.name} holds no {required!r}, so DeepSpeed did not write it")
         except CheckpointError as error:
             opened.problems.append(str(error).replace(f"{folder}/", "").rstrip("."))

@@ -120,6 +120,19 @@ def test_partitions_that_do_not_add_up(tmp_path: Path) -> None:
             load_full_state_dict(tmp_path)
 
 
+def test_an_unknown_layout_is_explained(tmp_path: Path) -> None:
+    """Shards that lack what DeepSpeed writes are refused as such, with the way out, not with a KeyError."""
+    save(
+        tmp_path, "mp_rank_00_model_states.pt", model_file({"a": torch.ones(2)}, param_shapes=[{"a": torch.Size([2])}])
+    )
+    save(tmp_path, OPTIM.format(0), {"optimizer_state_dict": {"zero_stage": 2, "partition_count": [1]}})
+    with pytest.raises(CheckpointError, match=r"single_partition_of_fp32_groups.*zero_to_fp32.py of the DeepSpeed"):
+        load_full_state_dict(tmp_path)
+    save(tmp_path, "mp_rank_00_model_states.pt", {"module": None})
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt holds no 'module'"):
+        load_full_state_dict(tmp_path)
+
+
 def test_a_state_dict_with_extra_state_and_strides(tmp_path: Path) -> None:
     """Transposed weights come back in row-major order; extra state that is no tensor survives in torch's format."""
     from lightning_zero.checkpoint.consolidate import consolidate
