@@ -124,7 +124,7 @@ def _loader_batch_size(loader: Any) -> Fact[int] | None:
     )
     for place, holder in places:
         size = getattr(holder, "batch_size", None)
-        if isinstance(size, numbers.Integral) and not isinstance(size, bool):
+        if not isinstance(size, bool) and isinstance(size, numbers.Integral):
             return Fact(int(size), f"{type(loader).__name__}.{place}")
     return None
 

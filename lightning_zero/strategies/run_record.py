@@ -27,9 +27,9 @@ def write_record(resolved: ResolvedConfig, trainer: pl.Trainer) -> None:
         resolved: The config.
         trainer: The Trainer of the run.
     """
-    if not trainer.loggers or trainer.fast_dev_run:
+    if not trainer.loggers:
         return
-    folder = trainer.log_dir
+    folder = trainer.log_dir  # None for the silent logger of fast_dev_run
     if folder is None or not trainer.is_global_zero:
         return
     text = json.dumps(resolved.config, indent=2) + "\n"

@@ -356,3 +356,11 @@ def test_null_is_as_if_the_key_were_not_there() -> None:
     )
     assert taken_out.values == {"zero_optimization": {"stage": 2}}
     assert set(taken_out.origins) == {"zero_optimization.stage"}
+
+
+@pytest.mark.parametrize("text", ["['stage', 3]", '{"zero_optimization": {"stage": 3}}'])
+def test_a_text_that_is_no_path(text: str) -> None:
+    """Proves that a list or a mapping that came as its own text is not searched for on the disk."""
+    (line,) = refused(text)
+    assert line.startswith("config: is the text ")
+    assert "is not there" not in line
