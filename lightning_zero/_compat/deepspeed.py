@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 if TYPE_CHECKING:
@@ -184,6 +185,15 @@ def misread_gradients(engine: DeepSpeedEngine) -> list[str]:
         if swapped and 4 * offset % _IO_BLOCK:
             wrong.append(name)
     return wrong
+
+
+def unsharded_masters(engine: DeepSpeedEngine) -> dict[Parameter, Tensor]:
+    """The fp32 weights that stage 0 keeps beside 16-bit ones (``FP16_UnfusedOptimizer``); empty for other optimizers."""
+    groups = getattr(engine.optimizer, "fp16_groups", None), getattr(engine.optimizer, "fp32_groups", None)
+    if groups[0] is None or groups[1] is None:
+        return {}
+    pairs = zip(groups[0], groups[1], strict=True)
+    return {low: high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
 
 @contextmanager

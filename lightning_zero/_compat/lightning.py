@@ -28,9 +28,12 @@ __all__ = [
     "call_module_hook",
     "default_timeout",
     "discount_update",
+    "draw_as_a_new_iterator",
+    "epoch_has_ended",
     "is_overridden",
     "lightning_getattr",
     "lightning_hasattr",
+    "loaders_are_to_be_made",
     "loaders_from_hook",
     "loaders_passed_to_fit",
     "release_optimizers",
@@ -119,3 +122,25 @@ def _flatten(loaders: Any) -> list[Any]:
     if isinstance(loaders, (list, tuple, dict)) or not isinstance(loaders, Iterable):
         return list(CombinedLoader(loaders).flattened)
     return [loaders]
+
+
+def epoch_has_ended(trainer: pl.Trainer) -> bool:
+    """Whether the last batch of the epoch has been trained on, so that the next one begins with a new iterator."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def loaders_are_to_be_made(trainer: pl.Trainer) -> bool:
+    """Whether the loop will make its loaders before the next batch."""
+    return trainer.fit_loop._data_fetcher is None
+
+
+def draw_as_a_new_iterator(trainer: pl.Trainer) -> None:
+    """Takes the random numbers that an uninterrupted run takes when it makes the next epoch's iterator.
+
+    A resumed run has made that iterator before the random-number states came back. Loaders that keep a state of their
+    own are left alone: a second iterator would not go on where they stopped.
+    """
+    loop = trainer.fit_loop
+    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    if loop._data_fetcher is not None and not any(hasattr(loader, "load_state_dict") for loader in loaders):
+        iter(loop._data_fetcher)

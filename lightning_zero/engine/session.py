@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_zero._compat.deepspeed import unsharded_masters
 from lightning_zero.engine import initialize, ops
 from lightning_zero.engine.accumulation import AccumulationWindow
 from lightning_zero.engine.optimizers import EngineOptimizer, to_cpu_adam
@@ -80,6 +82,20 @@ class EngineSession:
         """The engine as an optimizer, for a training engine."""
         assert self._optimizer is not None
         return self._optimizer
+
+    @property
+    def masters(self) -> dict[Parameter, Tensor]:
+        """The fp32 weights that the engine keeps whole, as at stage 0 in 16 bits."""
+        return unsharded_masters(self.engine)
+
+    def follow_loaded_groups(self) -> None:
+        """Points the user's optimizer to the parameter groups that a load has put in the place of its own.
+
+        A scheduler moves the learning rates of the optimizer that it was built on, which is not the one that updates
+        when that was swapped.
+        """
+        if self.swapped:
+            self.optimizer.optimizer.param_groups = self.engine.basic_optimizer.param_groups
 
     def take_scheduler(self) -> Any:
         """The scheduler that the config's section made, if any; from then on the caller steps it, not the engine."""

@@ -178,16 +178,20 @@ def check_weights(
         raise CheckpointError(f"{where} does not fit {type(module).__name__}: {'; '.join(told)}. {remedy}")
 
 
-def set_weights(module: Module, weights: Mapping[str, Any]) -> None:
+def set_weights(module: Module, weights: Mapping[str, Any], *, masters: Mapping[Parameter, Tensor]) -> None:
     """Sets parameters, their fp32 masters, and buffers from whole tensors, one at a time. Collective at stage 3.
 
     Args:
         module: A module, with or without an engine around it; its names and shapes have been checked.
         weights: Whole tensors by name; each is read when its turn comes.
+        masters: fp32 weights that an engine keeps whole, as at stage 0 in 16 bits; shards are found by themselves.
     """
     for name, parameter in module.named_parameters():
         if name in weights:
-            _set_parameter(parameter, weights[name])
+            value = weights[name]
+            _set_parameter(parameter, value)
+            if parameter in masters:
+                masters[parameter].data.copy_(value)
     buffers = dict(module.named_buffers(remove_duplicate=False))
     for name in module.state_dict(keep_vars=True):
         if name in buffers and name in weights:
@@ -196,10 +200,12 @@ def set_weights(module: Module, weights: Mapping[str, Any]) -> None:
             module.get_submodule(name[: -len(_EXTRA_STATE)].rstrip(".")).set_extra_state(weights[name])
 
 
-def whole_weight(parameter: Parameter) -> Tensor:
+def whole_weight(parameter: Parameter, masters: Mapping[Parameter, Tensor]) -> Tensor:
     """A whole parameter on the CPU: its fp32 master where an engine has one. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
+    if parameter in masters:
+        return masters[parameter].detach().to("cpu", copy=True)
     if parameter.requires_grad and (hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")):
         master: Tensor = safe_get_full_fp32_param(parameter)
         return master.view(getattr(parameter, "ds_shape", parameter.shape)).cpu()
@@ -207,8 +213,10 @@ def whole_weight(parameter: Parameter) -> Tensor:
         return parameter.detach().to("cpu", copy=True)
 
 
-def whole_dtype(parameter: Parameter) -> torch.dtype:
+def whole_dtype(parameter: Parameter, masters: Mapping[Parameter, Tensor]) -> torch.dtype:
     """The type that :func:`whole_weight` returns."""
+    if parameter in masters:
+        return masters[parameter].dtype
     mastered = parameter.requires_grad and (hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping"))
     return torch.float32 if mastered else parameter.dtype
 

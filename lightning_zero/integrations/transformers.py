@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,8 @@ def save_configs(model: Any, folder: Path) -> None:
         model: A transformers model, whose weights may be sharded.
         folder: An existing folder.
     """
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]  # save_pretrained notes it, the config alone does not
+    config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)

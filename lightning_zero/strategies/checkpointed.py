@@ -11,10 +11,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._compat import lightning as _lightning
 from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY
 from lightning_zero.checkpoint.publish import remove
 from lightning_zero.engine.session import EngineSession
@@ -27,7 +29,7 @@ class CheckpointedStrategy(DeepSpeedStrategy):
     """Saves shards or whole weights, and loads whatever a path stands for."""
 
     _session: EngineSession | None = None
-    _rng_states: list[dict[str, Any]] | None = None
+    _saved_between_batches: dict[str, Any] | None = None  # our part of the checkpoint that a run goes on from
 
     @override
     def save_checkpoint(
@@ -54,9 +56,15 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         filepath = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
             assert self.lightning_module is not None
-            checkpoints.save_weights(self.lightning_module, checkpoint, filepath)
+            checkpoints.save_weights(self.lightning_module, checkpoint, filepath, masters=self._masters)
             return
-        checkpoints.save_sharded(self._running, checkpoint, filepath, exclude_frozen=self.exclude_frozen_parameters)
+        ours = {"epoch_ended": _lightning.epoch_has_ended(self._trainer)}
+        checkpoints.save_sharded(
+            self._running,
+            {**checkpoint, CLIENT_STATE_KEY: ours},
+            filepath,
+            exclude_frozen=self.exclude_frozen_parameters,
+        )
 
     @override
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
@@ -82,7 +90,7 @@ class CheckpointedStrategy(DeepSpeedStrategy):
             strict=self.lightning_module.strict_loading,
             exclude_frozen=self.exclude_frozen_parameters,
         )
-        self._rng_states = loaded.get(CLIENT_STATE_KEY, {}).get("rng")
+        self._saved_between_batches = loaded.get(CLIENT_STATE_KEY)
         return loaded
 
     @override
@@ -90,7 +98,11 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         if "state_dict" in checkpoint:  # else the engine has loaded it
             assert self.lightning_module is not None
             checkpoints.set_state_dict(
-                self.lightning_module, checkpoint["state_dict"], strict=strict, where="The checkpoint"
+                self.lightning_module,
+                checkpoint["state_dict"],
+                strict=strict,
+                where="The checkpoint",
+                masters=self._masters,
             )
 
     def load_weights(self, path: str | PathLike[str], *, strict: bool = True, module: str | None = None) -> None:
@@ -108,7 +120,7 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         target: Module = self.lightning_module if module is None else self.lightning_module.get_submodule(module)
         if self._session is not None and not self._session.evaluate:
             self._session.window.clear()
-        checkpoints.load_weights(target, path, strict=strict)
+        checkpoints.load_weights(target, path, strict=strict, masters=self._masters)
 
     @property
     @override
@@ -127,10 +139,17 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         return {}
 
     def _restore_random_numbers(self) -> None:
-        """Goes on with the random numbers of the checkpoint, now that the loader's iterator has been made."""
-        if self._rng_states is not None:
-            set_rng_state(self._rng_states)
-            self._rng_states = None
+        """Goes on with the random numbers of the checkpoint, once the loader's iterator has been made."""
+        saved = self._saved_between_batches
+        if saved is None:
+            return
+        between_epochs = saved.get("epoch_ended", False)
+        if not between_epochs and _lightning.loaders_are_to_be_made(self._trainer):
+            return  # asked again before the first batch
+        set_rng_state(saved.get("rng", []))
+        if between_epochs:
+            _lightning.draw_as_a_new_iterator(self._trainer)
+        self._saved_between_batches = None
 
     @property
     def _interrupted(self) -> bool:
@@ -139,6 +158,10 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         if module is None or self.world_size == 1 or module._trainer is None:
             return False
         return module._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _masters(self) -> dict[Parameter, Tensor]:
+        return {} if self._session is None else self._session.masters
 
     @property
     def _running(self) -> EngineSession:

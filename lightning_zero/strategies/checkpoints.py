@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_zero.checkpoint.consolidate import load_full_state_dict
 from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLDER, CheckpointLocation, locate
@@ -78,24 +78,31 @@ def save_sharded(
         CheckpointError: Some rank could not write; nothing of it is left, and what was there before is there still.
     """
     client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    client[CLIENT_STATE_KEY] = {"rng": state.rng_states()}
+    client[CLIENT_STATE_KEY] = {**client.get(CLIENT_STATE_KEY, {}), "rng": state.rng_states()}
     save = _on_rank_zero(lambda: begin_save(_local(path)), f"saving {path}")
     error = state.save_shards(session.engine, save.root, save.written, client, exclude_frozen=exclude_frozen)
     _finish(save, state.all_errors(error), lambda: _publish(save, session.module))
 
 
-def save_weights(module: Module, checkpoint: Mapping[str, Any], path: str | PathLike[str]) -> None:
+def save_weights(
+    module: Module,
+    checkpoint: Mapping[str, Any],
+    path: str | PathLike[str],
+    *,
+    masters: Mapping[Parameter, torch.Tensor],
+) -> None:
     """Writes one Lightning file of whole weights, tensor by tensor. Collective.
 
     Args:
         module: The LightningModule.
         checkpoint: Lightning's state.
         path: The file; one that is there lives until the new one is whole.
+        masters: See :func:`~lightning_zero.engine.state.set_weights`.
 
     Raises:
         CheckpointError: The file could not be written; what was there before is there still.
     """
-    errors = state.all_errors(write_weights_file(module, checkpoint, _local(path)))
+    errors = state.all_errors(write_weights_file(module, checkpoint, _local(path), masters))
     if errors:
         raise CheckpointError(f"saving {path} failed: {errors[0][1]}. What was there before is untouched.")
 
@@ -117,6 +124,7 @@ def _finish(save: Save, errors: list[tuple[int, str]], publish: Callable[[], Non
         return
     if dist.get_rank() == 0:
         abandon_save(save)
+    dist.barrier()  # no rank goes on while the remains are still there
     rank, text = errors[0]
     raise CheckpointError(
         f"saving {save.path} failed on rank {rank}: {text}. Nothing of it is left, and an earlier checkpoint of that "
@@ -180,7 +188,9 @@ def resume_sharded(session: EngineSession, opened: Opened, *, strict: bool, excl
     shapes = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
     missing_frozen = exclude_frozen or bool(manifest.left_out)
     state.check_weights(session.module, shapes, strict=strict, where=str(manifest.path), missing_frozen=missing_frozen)
-    return state.load_shards(session.engine, location.root, location.tag)
+    loaded = state.load_shards(session.engine, location.root, location.tag)
+    session.follow_loaded_groups()
+    return loaded
 
 
 def lightning_state(opened: Opened, weights_only: bool | None) -> dict[str, Any]:
@@ -212,13 +222,16 @@ def lightning_state(opened: Opened, weights_only: bool | None) -> dict[str, Any]
     return content
 
 
-def load_weights(module: Module, path: str | PathLike[str], *, strict: bool) -> None:
+def load_weights(
+    module: Module, path: str | PathLike[str], *, strict: bool, masters: Mapping[Parameter, torch.Tensor]
+) -> None:
     """Sets a module's weights from any kind of checkpoint. Collective.
 
     Args:
         module: The LightningModule, or a part of it.
         path: A sharded folder, a single file, or a folder that ``save_pretrained`` wrote.
         strict: Whether names must be equal.
+        masters: See :func:`~lightning_zero.engine.state.set_weights`.
 
     Raises:
         CheckpointError: The weights do not fit, or the checkpoint is damaged.
@@ -229,10 +242,17 @@ def load_weights(module: Module, path: str | PathLike[str], *, strict: bool) -> 
     prefix = _prefix(module, shapes)
     named = {prefix + name: shape for name, shape in shapes.items()}
     state.check_weights(module, named, strict=strict, where=str(path), missing_frozen=bool(opened.manifest.left_out))
-    state.set_weights(module, _Prefixed(weights, prefix))
+    state.set_weights(module, _Prefixed(weights, prefix), masters=masters)
 
 
-def set_state_dict(module: Module, weights: Mapping[str, Any], *, strict: bool, where: str) -> None:
+def set_state_dict(
+    module: Module,
+    weights: Mapping[str, Any],
+    *,
+    strict: bool,
+    where: str,
+    masters: Mapping[Parameter, torch.Tensor],
+) -> None:
     """Sets a module's weights from a state dict, whole or read on demand. Collective at stage 3.
 
     Args:
@@ -240,12 +260,13 @@ def set_state_dict(module: Module, weights: Mapping[str, Any], *, strict: bool, 
         weights: Tensors by name.
         strict: Whether names must be equal.
         where: The checkpoint, for messages.
+        masters: See :func:`~lightning_zero.engine.state.set_weights`.
     """
     shapes = getattr(weights, "shapes", None)
     if shapes is None:
         shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, torch.Tensor)}
     state.check_weights(module, shapes, strict=strict, where=where)
-    state.set_weights(module, weights)
+    state.set_weights(module, weights, masters=masters)
 
 
 class _Prefixed(Mapping[str, Any]):

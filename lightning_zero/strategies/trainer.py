@@ -261,6 +261,7 @@ class ZeroStrategy(CheckpointedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._skipped.forget()
+        self._restore_random_numbers()
 
     @override
     def on_train_start(self) -> None:

@@ -17,19 +17,22 @@ from lightning_zero.export.lightning_file import write_lightning_file
 from lightning_zero.export.safetensors_dir import TensorSpec
 
 
-def write_weights_file(module: Module, checkpoint: Mapping[str, Any], path: Path) -> str | None:
+def write_weights_file(
+    module: Module, checkpoint: Mapping[str, Any], path: Path, masters: Mapping[Parameter, Tensor]
+) -> str | None:
     """Writes a Lightning file of a module's whole weights on rank 0. Collective.
 
     Args:
         module: The module.
         checkpoint: Lightning's state beside them.
         path: The file.
+        masters: See :func:`~lightning_zero.engine.state.set_weights`.
 
     Returns:
         Why it could not be written, or ``None``; on ranks other than 0 always ``None``.
     """
-    content, order = _plan(module)
-    gathered = _gather(order)
+    content, order = _plan(module, masters)
+    gathered = _gather(order, masters)
     if dist.get_rank() != 0:
         for _ in gathered:
             pass
@@ -52,7 +55,9 @@ def write_weights_file(module: Module, checkpoint: Mapping[str, Any], path: Path
     return None
 
 
-def _plan(module: Module) -> tuple[dict[str, Any], list[tuple[str, Parameter | Tensor]]]:
+def _plan(
+    module: Module, masters: Mapping[Parameter, Tensor]
+) -> tuple[dict[str, Any], list[tuple[str, Parameter | Tensor]]]:
     """The state dict with a spec for each tensor, tied ones with the name of the first, and what is to be gathered."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     content: dict[str, Any] = {}
@@ -65,13 +70,15 @@ def _plan(module: Module) -> tuple[dict[str, Any], list[tuple[str, Parameter | T
             continue
         if id(tensor) not in first:
             shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-            dtype = whole_dtype(tensor) if isinstance(tensor, Parameter) else tensor.dtype
+            dtype = whole_dtype(tensor, masters) if isinstance(tensor, Parameter) else tensor.dtype
             first[id(tensor)] = TensorSpec(name, shape, dtype)
             order.append((name, tensor))
         content[name] = first[id(tensor)]
     return content, order
 
 
-def _gather(order: list[tuple[str, Parameter | Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _gather(
+    order: list[tuple[str, Parameter | Tensor]], masters: Mapping[Parameter, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in order:
-        yield name, whole_weight(tensor) if isinstance(tensor, Parameter) else tensor.detach().cpu()
+        yield name, whole_weight(tensor, masters) if isinstance(tensor, Parameter) else tensor.detach().cpu()

@@ -163,9 +163,12 @@ def test_weights_only(stage: int, tmp_path: Path) -> None:
     assert path.is_file()
     content = torch.load(path, weights_only=True)
     assert "optimizer_states" not in content
-    expected = masters(module) if stage else whole_weights(module)
-    loaded = {name: tensor.float() for name, tensor in content["state_dict"].items()}
-    assert largest_difference(loaded, expected) == 0
+    loaded = content["state_dict"]
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
+    if stage:
+        assert largest_difference(loaded, masters(module)) == 0
+    rounded = {name: tensor.bfloat16().float() for name, tensor in loaded.items()}
+    assert largest_difference(rounded, whole_weights(module)) == 0
 
     restored = Whole.load_from_checkpoint(path, map_location="cpu")
     assert largest_difference(dict(restored.named_parameters()), loaded) == 0  # type: ignore[arg-type]
@@ -218,7 +221,7 @@ def test_overwriting_keeps_a_whole_checkpoint(tmp_path: Path) -> None:
         runner.save_checkpoint(path)
         tags.append((path / "latest").read_text())
         assert sorted(entry.name for entry in path.iterdir() if entry.is_dir()) == [tags[-1]]
-    assert len(set(tags)) == 3
+    assert tags[0] != tags[1] != tags[2]
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
