@@ -21,7 +21,7 @@ def check_run(run: Run) -> dict[str, str]:
     """A line for each contradiction, by the keys (separated by spaces) that it speaks for."""
     lines = {**_both_precisions(run), **_parallel_sizes(run)}
     if run.facts.purpose == "fit":
-        lines |= {**_loop_accumulates(run), **_clipping_by_value(run), **_two_places(run)}
+        lines |= {**_loop_accumulates(run), **_clipping_by_value(run), **_two_places(run), **_without_type(run)}
     return lines
 
 
@@ -96,5 +96,18 @@ def _two_places(run: Run) -> dict[str, str]:
             lines[section] = (
                 f"{section}: {place} has a section for {show(kind)}, and the code gives {what} too. "
                 "Remove the section, or return nothing from the code."
+            )
+    return lines
+
+
+def _without_type(run: Run) -> dict[str, str]:
+    """DeepSpeed ignores such a section without a word, and trains at a constant learning rate."""
+    lines = {}
+    for section, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        if get(run.values, section) is not MISSING and get(run.values, f"{section}.type") is MISSING:
+            inside = [run.origins[path] for path in run.origins if path.partition(".")[0] == section]
+            lines[section] = (
+                f"{section}: {inside[0] if inside else 'config'} has a section without a type. "
+                f'Write "type": "{example}" in it, or remove the section.'
             )
     return lines

@@ -125,7 +125,7 @@ def _read_config(
         source = _Source(read_mapping(config, "config"), "config")
     elif isinstance(config, str) and config.lstrip().startswith(("{", "[")):
         raise ConfigError(
-            f"config: is the text {show(config)}. Pass a mapping of DeepSpeed's keys, or the path of a JSON or YAML file."
+            f"config: is the text {show(config)}. Pass a mapping of DeepSpeed's keys, or the path of a file."
         )
     elif isinstance(config, (str, os.PathLike)):
         path = Path(config).expanduser()

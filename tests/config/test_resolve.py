@@ -413,6 +413,19 @@ def test_accumulation_under_fabric(literal: Any, fails: bool) -> None:
         assert value(resolved(config, **run), "gradient_accumulation_steps") == 1
 
 
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [{"optimizer": {}}, {"optimizer": {"params": {"lr": 1}}}, {"scheduler": {}}, {"scheduler": {"params": {}}}],
+)
+def test_a_section_without_a_type(config: dict[str, Any], final: bool) -> None:
+    """Proves that a section that DeepSpeed would ignore is an error, since the run would train at another rate."""
+    (line,) = said(config, final, learning_rate=None)
+    (section,) = config
+    assert line.startswith(f"{section}: config has a section without a type. Write ")
+    assert resolved(config, purpose="evaluate").config.keys().isdisjoint(config)
+
+
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 def test_two_places_for_one_thing(section: str) -> None:
     """Proves that an optimizer, or a scheduler, from both the config and the code is an error (O3)."""

@@ -27,6 +27,7 @@ class Row(NamedTuple):
     around: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default
 
 
+TYPES = {"optimizer": "AdamW", "scheduler": "WarmupDecayLR"}
 OFFLOAD = {"zero_optimization.offload_optimizer.device": "cpu"}
 SGD = {"optimizer_from_code": True, "optimizer_has_cpu_version": Fact(False, "configure_optimizers -> SGD")}
 ZERO3 = {"zero_optimization.stage": 3}
@@ -100,13 +101,21 @@ ROWS = [
 by_key = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
 
 
+def holding(key: str, literal: Any) -> dict[str, Any]:
+    """A config with one key, and with the type that its section needs if it is an optimizer's or a scheduler's."""
+    tree: dict[str, Any] = {}
+    section = key.partition(".")[0]
+    if section in TYPES:
+        put(tree, f"{section}.type", TYPES[section])
+    put(tree, key, literal)
+    return tree
+
+
 def config(row: Row, *literal: Any) -> dict[str, Any]:
     """The row's surroundings, and its key with a literal if one is given."""
-    tree: dict[str, Any] = {}
+    tree = holding(row.key, literal[0]) if literal else {}
     for key, around in row.around.items():
         put(tree, key, around)
-    if literal:
-        put(tree, row.key, literal[0])
     return tree
 
 
@@ -178,9 +187,7 @@ def test_an_absent_key(row: Row) -> None:
 )
 def test_the_default_when_the_run_says_nothing(key: str, without: dict[str, Any], expected: Any) -> None:
     """Proves what "auto" becomes in the final pass when no flag, hyper-parameter or model decides."""
-    tree: dict[str, Any] = {}
-    put(tree, key, "auto")
-    assert value(resolved(tree, **without), key) == expected
+    assert value(resolved(holding(key, "auto"), **without), key) == expected
 
 
 @pytest.mark.parametrize(
@@ -195,9 +202,7 @@ def test_the_default_when_the_run_says_nothing(key: str, without: dict[str, Any]
 )
 def test_auto_that_nothing_supplies(key: str, without: dict[str, Any], remedy: str) -> None:
     """Proves that the final pass refuses an "auto" that stays open, and names the call that settles it."""
-    tree: dict[str, Any] = {}
-    put(tree, key, "auto")
-    (line,) = said(tree, **without)
+    (line,) = said(holding(key, "auto"), **without)
     assert line.startswith(f'{key}: config says "auto", and nothing supplies it. ')
     assert remedy in line
 
@@ -214,10 +219,8 @@ def test_auto_that_nothing_supplies(key: str, without: dict[str, Any], remedy: s
 def test_the_auto_argument_comes_before_hyper_parameters(key: str) -> None:
     """Proves that the strategy's auto={...} decides optimizer and scheduler keys before the module does."""
     given: Any = [0.8, 0.99] if key.endswith("betas") else 3
-    tree: dict[str, Any] = {}
-    put(tree, key, "auto")
     run = {"betas": Fact([0.5, 0.5], "hparams"), "warmup_steps": Fact(9, "hparams")}
-    result = resolved(tree, auto={key: given}, **run)
+    result = resolved(holding(key, "auto"), auto={key: given}, **run)
     assert value(result, key) == given
     assert result.origins[key] == f'auto["{key}"]'
 
