@@ -83,13 +83,7 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         if not (fitting and opened.location.kind == "sharded"):
             return checkpoints.lightning_state(opened, weights_only)
-        self._running.window.clear()
-        loaded = checkpoints.resume_sharded(
-            self._running,
-            opened,
-            strict=self.lightning_module.strict_loading,
-            exclude_frozen=self.exclude_frozen_parameters,
-        )
+        loaded = self._resume(opened)
         self._saved_between_batches = loaded.get(CLIENT_STATE_KEY)
         return loaded
 
@@ -122,6 +116,18 @@ class CheckpointedStrategy(DeepSpeedStrategy):
             self._session.window.clear()
         checkpoints.load_weights(target, path, strict=strict, masters=self._masters)
 
+    def load_best(self, path: str | PathLike[str], *, weights_only: bool) -> None:
+        """Loads an earlier checkpoint of the run into its engine, at the end of training. Collective.
+
+        Args:
+            path: The checkpoint.
+            weights_only: Leave the optimizer as it is, but for the fp32 weights.
+        """
+        if weights_only:
+            self.load_weights(path)
+            return
+        self._resume(checkpoints.open_checkpoint(path))
+
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
@@ -137,6 +143,16 @@ class CheckpointedStrategy(DeepSpeedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: no rank builds a whole optimizer state, each saves its own shard with the checkpoint."""
         return {}
+
+    def _resume(self, opened: checkpoints.Opened) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        self._running.window.clear()
+        return checkpoints.resume_sharded(
+            self._running,
+            opened,
+            strict=self.lightning_module.strict_loading,
+            exclude_frozen=self.exclude_frozen_parameters,
+        )
 
     def _restore_random_numbers(self) -> None:
         """Goes on with the random numbers of the checkpoint, once the loader's iterator has been made."""

@@ -1,0 +1,1 @@
+"""Callbacks that know what ZeRO shards."""
