@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -33,7 +33,7 @@ class BestModelCheckpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        dirpath: str | PathLike[str] | None = None,
+        dirpath: str | Path | None = None,
         filename: str | None = None,
         monitor: str | None = None,
         *,
