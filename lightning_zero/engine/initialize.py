@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,9 @@ def join_process_group(backend: str, local_rank: int, timeout: timedelta | None)
     """Puts DeepSpeed's communication layer on top of the process group that exists already."""
     import deepspeed
 
+    # DeepSpeed's collectives go by names that torch is renaming; the user can do nothing about it, and would be told
+    # at every update.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with environment({"LOCAL_RANK": str(local_rank)}):
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
