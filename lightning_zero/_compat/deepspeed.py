@@ -188,7 +188,7 @@ def misread_gradients(engine: DeepSpeedEngine) -> list[str]:
 
 
 def unsharded_masters(engine: DeepSpeedEngine) -> dict[Parameter, Tensor]:
-    """The fp32 weights that stage 0 keeps beside 16-bit ones (``FP16_UnfusedOptimizer``); empty for other optimizers."""
+    """The fp32 weights that ``FP16_UnfusedOptimizer`` keeps beside 16-bit ones at stage 0; else nothing."""
     groups = getattr(engine.optimizer, "fp16_groups", None), getattr(engine.optimizer, "fp32_groups", None)
     if groups[0] is None or groups[1] is None:
         return {}

@@ -18,6 +18,7 @@ class EvaluationCast:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._originals: list[tuple[Parameter, torch.Tensor]] = []
+        self._homes: list[tuple[torch.Tensor, torch.device]] = []
 
     def apply(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Casts floating-point parameters; buffers move and keep their dtype, as an engine has it.
@@ -33,10 +34,14 @@ class EvaluationCast:
             wanted = dtype if parameter.is_floating_point() else None
             parameter.data = parameter.data.to(device=device, dtype=wanted)
         for buffer in self._module.buffers():
+            self._homes.append((buffer, buffer.device))
             buffer.data = buffer.data.to(device)
 
     def undo(self) -> None:
-        """Gives the module its own parameters back."""
+        """Gives the module its own parameters back, and puts its buffers where they were, with what they hold now."""
         for parameter, original in self._originals:
             parameter.data = original
+        for buffer, home in self._homes:
+            buffer.data = buffer.data.to(home)
         self._originals.clear()
+        self._homes.clear()

@@ -15,6 +15,7 @@ from lightning_zero.engine import initialize, ops
 from lightning_zero.engine.accumulation import AccumulationWindow
 from lightning_zero.engine.optimizers import EngineOptimizer, to_cpu_adam
 from lightning_zero.engine.partition import whole_parameters
+from lightning_zero.errors import CheckpointError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -56,7 +57,9 @@ class EngineSession:
     ) -> None:
         end_session(module)
         self.module = module
-        self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
+        zero = config.get("zero_optimization", {})
+        self.stage = int(zero.get("stage", 0))
+        self._deals_round_robin = self.stage in (1, 2) and bool(zero.get("round_robin_gradients")) and not evaluate
         self.evaluate = evaluate
         self.ended = False
         self._whole_before = whole_parameters(module)
@@ -85,7 +88,16 @@ class EngineSession:
 
     @property
     def masters(self) -> dict[Parameter, Tensor]:
-        """The fp32 weights that the engine keeps whole, as at stage 0 in 16 bits."""
+        """The fp32 weights that the engine keeps whole, as at stage 0 in 16 bits; shards are found by themselves.
+
+        Raises:
+            CheckpointError: DeepSpeed would give the shards of other parameters.
+        """
+        if self._deals_round_robin:
+            raise CheckpointError(
+                "zero_optimization.round_robin_gradients: with it, DeepSpeed gives the fp32 weights of another parameter "
+                "than the one it is asked for. Save a whole checkpoint and use `consolidate`, or turn it off."
+            )
         return unsharded_masters(self.engine)
 
     def follow_loaded_groups(self) -> None:

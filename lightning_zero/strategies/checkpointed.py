@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -110,7 +111,11 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         Raises:
             CheckpointError: The weights do not fit, or the checkpoint is damaged; nothing has been changed.
         """
-        assert self.lightning_module is not None
+        if self.lightning_module is None or not dist.is_initialized():
+            raise CheckpointError(
+                "load_weights has no module to load into before a run starts. Call it in "
+                "`LightningModule.on_fit_start`, or after `trainer.fit`."
+            )
         target: Module = self.lightning_module if module is None else self.lightning_module.get_submodule(module)
         if self._session is not None and not self._session.evaluate:
             self._session.window.clear()

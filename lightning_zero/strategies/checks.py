@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_zero._compat.lightning import call_module_hook
@@ -45,6 +46,22 @@ def callbacks(trainer: pl.Trainer) -> None:
                     f"{type(callback).__name__} does not work under ZeRO: {reasons[base.__name__]}. "
                     "Remove it from Trainer(callbacks=...)."
                 )
+
+
+def equal_batches(trainer: pl.Trainer) -> None:
+    """All ranks train on equally many batches, where that is known. Collective.
+
+    Raises:
+        ConfigError: They do not, on all ranks; the rank with the most would wait for the others for ever.
+    """
+    counts: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(counts, trainer.num_training_batches)
+    if len(set(counts)) > 1:
+        told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts[:8]))
+        raise ConfigError(
+            f"The ranks have different numbers of training batches ({told}), and every backward pass needs all ranks. "
+            f"Use limit_train_batches={int(min(counts))}, or a sampler that deals equally."
+        )
 
 
 def one_optimizer(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:

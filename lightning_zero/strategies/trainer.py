@@ -266,6 +266,7 @@ class ZeroStrategy(CheckpointedStrategy):
     @override
     def on_train_start(self) -> None:
         self._run_config.begin_training(self._trainer)
+        checks.equal_batches(self._trainer)
         self._restore_random_numbers()
 
     # Evaluation without an engine (stages 0-2): the weights are cast once they have been loaded

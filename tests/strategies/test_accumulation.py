@@ -147,7 +147,7 @@ def test_clipping_by_value_is_refused() -> None:
 
 @ranks(2)
 def test_one_update_is_as_long_as_one_large_batch() -> None:
-    """A2: one SGD update over a window of four equals one update over a four times larger batch; losses are unscaled."""
+    """A2: one SGD update over a window of four equals one over a four times larger batch; losses are unscaled."""
     in_four = Regression("sgd")
     runner = trainer(ZeroStrategy(stage=2), accumulate_grad_batches=4, epochs=1, use_distributed_sampler=False)
     runner.fit(in_four, DataLoader(Rows(8), batch_size=2))

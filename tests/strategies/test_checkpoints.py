@@ -106,7 +106,7 @@ def test_resume_inside_a_window_equals_ddp(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @ranks(2)
 def test_evaluation_from_a_folder(stage: int, tmp_path: Path) -> None:
-    """C1: test in a fresh strategy from a sharded folder gives the metric of the trained model, without an optimizer."""
+    """C1: test in a fresh strategy from a sharded folder gives the trained model's metric, without an optimizer."""
     path = tmp_path / "run.ckpt"
     module = Regression("adamw")
     runner = fitted(module, ZeroStrategy(stage=stage))
@@ -125,7 +125,7 @@ def test_evaluation_from_a_folder(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @ranks(2)
 def test_single_files_of_any_origin(stage: int, tmp_path: Path) -> None:
-    """A ddp run's file and a weights-only file load at any stage, into masters too: a step with lr=0 changes nothing."""
+    """C14: a ddp run's file loads at any stage, into masters too, so that a step with lr=0 changes nothing."""
     reference = Regression("sgd")
     ddp = fitted(reference, "ddp")
     ddp.save_checkpoint(tmp_path / "ddp.ckpt")
@@ -155,7 +155,7 @@ def test_single_files_of_any_origin(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @ranks(2)
 def test_weights_only(stage: int, tmp_path: Path) -> None:
-    """C3: one file without optimizer state; ``load_from_checkpoint`` and evaluation open it, resuming says what lacks."""
+    """C3: one file without optimizer state, which evaluation opens; resuming from it says what is missing."""
     path = tmp_path / "weights.ckpt"
     module = Regression("adamw")
     runner = fitted(module, ZeroStrategy(stage=stage), precision="bf16-mixed")
@@ -253,7 +253,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_model_checkpoint_on_folders(tmp_path: Path) -> None:
-    """Lightning's ModelCheckpoint keeps the best two folders and ``last``, copied and linked; C4's ``ckpt_path``s work."""
+    """Lightning's ModelCheckpoint keeps the best two folders and ``last``, copied or linked; all load (C4)."""
     for link in (True, "link"):
         home = tmp_path / str(link)
         callback = ModelCheckpoint(home, monitor="val_loss", save_top_k=2, save_last=link)

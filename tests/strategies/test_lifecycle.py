@@ -75,7 +75,7 @@ def test_second_fit_of_one_trainer_starts_afresh(stage: int) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @ranks(2)
 def test_validate_before_fit_leaves_nothing_behind(stage: int, precision: str) -> None:
-    """R1: after a validate, parameters, hooks and parameter dictionaries are those from before; no optimizer existed."""
+    """R1: after a validate, parameters, hooks and parameter dictionaries are those from before."""
     module = Regression("sgd", born_sharded=False)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     identities = [id(parameter) for parameter in module.parameters()]

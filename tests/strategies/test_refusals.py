@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
 
-from lightning_zero import ConfigError, ZeroStrategy
+from lightning_zero import CheckpointError, ConfigError, ZeroStrategy
 from tests.harness import ranks
 from tests.models import Regression, loader, trainer
 
@@ -71,9 +72,24 @@ def test_overridden_backward() -> None:
         trainer("zero2", devices=1).fit(Own(), loader(ranks=1))
 
 
-def _fails(code: str, *, env: dict[str, str] | None = None) -> str:
-    import os
+@ranks(2)
+def test_ranks_with_different_numbers_of_batches() -> None:
+    """R6: ranks with different numbers of batches are told so before the first one, with the numbers and the limit."""
+    module = Regression()
+    mine = loader(3 + int(os.environ["RANK"]), ranks=1)
+    with pytest.raises(ConfigError, match=r"rank 0: 3, rank 1: 4.*limit_train_batches=3"):
+        trainer("zero2", use_distributed_sampler=False).fit(module, mine)
+    assert module.losses == []
 
+
+@ranks(1)
+def test_load_weights_before_a_run() -> None:
+    """``load_weights`` before a run names the hook to call it in."""
+    with pytest.raises(CheckpointError, match="on_fit_start"):
+        ZeroStrategy().load_weights("anything")
+
+
+def _fails(code: str, *, env: dict[str, str] | None = None) -> str:
     script = f"import lightning_zero\nfrom tests.models import Regression, loader, trainer\n{code}"
     done = subprocess.run(  # our own code
         [sys.executable, "-c", script],
