@@ -95,7 +95,7 @@ class EngineSession:
         """
         if self._deals_round_robin:
             raise CheckpointError(
-                "zero_optimization.round_robin_gradients: with it, DeepSpeed gives the fp32 weights of another parameter "
+                "zero_optimization.round_robin_gradients: with it, DeepSpeed gives fp32 weights of another parameter "
                 "than the one it is asked for. Save a whole checkpoint and use `consolidate`, or turn it off."
             )
         return unsharded_masters(self.engine)
