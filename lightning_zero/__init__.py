@@ -6,9 +6,13 @@ Importing this package registers the strategy names.
 from __future__ import annotations
 
 from lightning_zero.callbacks.best_model import BestModelCheckpoint
+from lightning_zero.callbacks.gathered_weights import GatheredWeightsCheckpoint
+from lightning_zero.checkpoint.consolidate import consolidate, load_full_state_dict
+from lightning_zero.checkpoint.verify import inspect_checkpoint, verify_checkpoint
 from lightning_zero.config.facts import RunFacts
 from lightning_zero.config.resolve import ResolvedConfig, resolve_config
 from lightning_zero.errors import CheckpointError, ConfigError, ZeroError
+from lightning_zero.strategies.environment import DeepSpeedEnvironment
 from lightning_zero.strategies.registry import register as _register
 from lightning_zero.strategies.trainer import ZeroStrategy
 
@@ -16,11 +20,17 @@ __all__ = [
     "BestModelCheckpoint",
     "CheckpointError",
     "ConfigError",
+    "GatheredWeightsCheckpoint",
+    "DeepSpeedEnvironment",
     "ResolvedConfig",
     "RunFacts",
     "ZeroError",
     "ZeroStrategy",
+    "consolidate",
+    "inspect_checkpoint",
+    "load_full_state_dict",
     "resolve_config",
+    "verify_checkpoint",
 ]
 
 _register()

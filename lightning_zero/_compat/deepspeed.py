@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import Module, Parameter
 
 if TYPE_CHECKING:
@@ -89,6 +90,33 @@ def _forget_forward(modules: list[Module]) -> None:
     ended = set(modules)
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module not in ended]
+
+
+def reset_once_a_step(engine: DeepSpeedEngine) -> None:
+    """Lets stage 3 begin a step at the outermost forward of the module alone.
+
+    It begins one at every forward of the root module, and ``self(batch)`` inside a ``training_step`` is one: the trace
+    of the parameters' order would never be complete, and nothing would be fetched ahead.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    if not hasattr(offload, "fwd_pre_hook"):
+        return
+    depth = 0
+
+    def enter(module: Module, *_: Any) -> None:
+        nonlocal depth
+        if depth == 0:
+            offload.get_param_coordinator().reset_step()
+        depth += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    offload.fwd_pre_hook.remove()
+    # `destroy` removes what stands under these two names.
+    offload.fwd_pre_hook = engine.module.register_forward_pre_hook(enter, prepend=True)
+    offload.forward_hooks.append(engine.module.register_forward_hook(leave, always_call=True))
 
 
 def set_clipping(engine: DeepSpeedEngine, max_norm: float) -> None:
@@ -215,6 +243,16 @@ def recording_writer(engine: DeepSpeedEngine) -> Iterator[list[BaseException]]:
         yield failures
     finally:
         engine.checkpoint_engine = writer
+
+
+def end_failed_save(engine: DeepSpeedEngine) -> None:
+    """Does what ``save_checkpoint`` still owes the other ranks when it could not copy this rank's swap files.
+
+    That copy is the only writing that does not go through the engine's writer; a collective and a barrier follow it.
+    """
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
+    dist.barrier()
 
 
 class _Recording:

@@ -11,15 +11,17 @@ from typing import Any
 from lightning_zero.errors import ConfigError
 
 _VARIABLE = "DS_ACCELERATOR"
+_PROCESSES = "LOCAL_SIZE"  # as DeepSpeed's own launcher sets it
 _SUPPORTED = ("cpu", "cuda")
 _REASONS = {"mps": "DeepSpeed's ZeRO needs collectives that PyTorch does not offer on Apple GPUs"}
 
 
-def select_accelerator(device_type: str) -> None:
+def select_accelerator(device_type: str, *, processes: int = 1) -> None:
     """Makes DeepSpeed use the device type of the run, and imports it.
 
     Args:
         device_type: ``torch.device.type`` of this rank: ``"cpu"`` or ``"cuda"``.
+        processes: Processes on this host.
 
     Raises:
         ConfigError: The device type is not one that ZeRO runs on, deepspeed is not installed, or deepspeed was
@@ -30,6 +32,9 @@ def select_accelerator(device_type: str) -> None:
         raise ConfigError(
             f"ZeRO does not run on accelerator={device_type!r}: {reason}. Use accelerator='cpu' or 'cuda'."
         )
+    if device_type == "cpu":
+        # Without it, DeepSpeed's CPU accelerator starts `numactl` to count its devices, at every reduction.
+        os.environ.setdefault(_PROCESSES, str(processes))
     _import_deepspeed(device_type)
     from deepspeed.accelerator import get_accelerator
 

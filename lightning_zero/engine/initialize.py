@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero._compat.deepspeed import detach_engine, misread_gradients
+from lightning_zero._compat.deepspeed import detach_engine, misread_gradients, reset_once_a_step
 from lightning_zero.engine.accelerator import environment
 from lightning_zero.engine.partition import restore_whole
 from lightning_zero.errors import ConfigError
@@ -95,6 +95,7 @@ def start_engine(
             dist_init_required=False,
         )
     _refuse_misread_gradients(engine)
+    reset_once_a_step(engine)
     _configure_activation_checkpointing(config)
     return engine
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
 
+from lightning_zero.errors import CheckpointError
+
 _SIZE_NAMES = ("hidden_size", "hidden_sizes")
+_REFUSES = "_refuses_empty_state_dicts"  # on a module that has the hook
 
 
 def pretrained_models(module: Module) -> list[tuple[str, Any]]:
@@ -76,3 +81,54 @@ def save_configs(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def is_pretrained(module: Module) -> bool:
+    """Whether a module is itself a transformers model."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def refuse_empty_saves(module: Module) -> None:
+    """Lets ``save_pretrained`` on a sharded model raise, where it would write empty tensors without a word.
+
+    It asks the model itself for its state dict, while checkpoints ask the LightningModule around it. Once the
+    parameters are whole, in ``GatheredParameters`` or after the engine's end, nothing is refused.
+
+    Args:
+        module: A LightningModule that stage 3 shards.
+    """
+    for name, _ in pretrained_models(module):
+        parts = name.split(".") if name else []
+        for length in range(1, len(parts) + 1):  # a wrapper of the model, such as PEFT's, too
+            part = module.get_submodule(".".join(parts[:length]))
+            if not vars(part).get(_REFUSES):
+                vars(part)[_REFUSES] = True
+                part.register_state_dict_pre_hook(_refuse_empty)  # type: ignore[no-untyped-call]
+
+
+def _refuse_empty(module: Module, prefix: str, keep_vars: bool) -> None:
+    if prefix or keep_vars:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.numel() < getattr(parameter, "ds_numel", 0):
+            raise CheckpointError(
+                f"{type(module).__name__}.state_dict() would hold empty tensors such as {name!r}, since stage 3 has "
+                "sharded the model. Save it with `trainer.strategy.save_gathered_weights(path)` on every rank."
+            )
+
+
+@contextmanager
+def initialised_by_transformers(*, enabled: bool) -> Iterator[None]:
+    """Models built inside get the initial weights that their configs ask for, though their parameters are sharded.
+
+    Args:
+        enabled: Whether parameters are sharded when they are made.
+    """
+    if not enabled or importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    from lightning_zero._compat.transformers import gathering_initialisation
+
+    with gathering_initialisation():
+        yield

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -23,10 +23,13 @@ from lightning_zero.checkpoint.publish import remove
 from lightning_zero.engine.session import EngineSession
 from lightning_zero.engine.state import set_rng_state
 from lightning_zero.errors import CheckpointError, ConfigError
-from lightning_zero.strategies import checkpoints
+from lightning_zero.export.options import parse_dtype
+from lightning_zero.strategies import checkpoints, gathered
+from lightning_zero.strategies.precision import ZeroPrecision
+from lightning_zero.strategies.launched import LaunchedStrategy
 
 
-class CheckpointedStrategy(DeepSpeedStrategy):
+class CheckpointedStrategy(LaunchedStrategy):
     """Saves shards or whole weights, and loads whatever a path stands for."""
 
     _session: EngineSession | None = None
@@ -133,6 +136,52 @@ class CheckpointedStrategy(DeepSpeedStrategy):
             return
         self._resume(checkpoints.open_checkpoint(path))
 
+    def save_gathered_weights(
+        self,
+        path: str | PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        module: str | None = None,
+        max_shard_size: int | str = "5GB",
+        exclude_frozen: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
+        """Writes whole weights to a folder, at any stage, also after ``fit``; no rank holds all. Collective.
+
+        A LightningModule that holds one transformers model gives what that model's ``save_pretrained`` writes, which
+        ``from_pretrained`` reads; any other gives ``model.safetensors`` with its state dict's names.
+
+        Args:
+            path: The folder, on a disk that all nodes share; it appears when it is whole.
+            dtype: Of every floating-point tensor; ``"auto"``: the run's 16-bit type, bfloat16 under ``32-true``;
+                ``None``: float32 where the engine has fp32 weights, else as they are.
+            module: Name of the part of the LightningModule to write; ``""``: all of it. ``None``: its transformers
+                model, if it holds one, else all of it.
+            max_shard_size: Most bytes in one file, such as ``"5GB"``.
+            exclude_frozen: Leave frozen parameters out, as for adapters; the folder then has no ``config.json``.
+            tokenizer: A tokenizer or processor to save beside the weights.
+
+        Raises:
+            ConfigError: There is no such part, or several transformers models and no ``module``.
+            CheckpointError: Some rank could not write, or not all called; on all ranks, and nothing is left.
+        """
+        if self.lightning_module is None or not dist.is_initialized():
+            raise CheckpointError(
+                "save_gathered_weights needs a run. Call it inside or after one."
+            )
+        if self._interrupted:
+            raise CheckpointError(f"{path} is not saved: this rank was interrupted, and the others may not be saving.")
+        gathered.save_gathered(
+            self.lightning_module,
+            path,
+            session=self._session,
+            dtype=self._sixteen_bit if dtype == "auto" else parse_dtype(dtype),
+            name=module,
+            max_shard_size=max_shard_size,
+            exclude_frozen=exclude_frozen,
+            tokenizer=tokenizer,
+        )
+
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
@@ -179,6 +228,12 @@ class CheckpointedStrategy(DeepSpeedStrategy):
         if module is None or self.world_size == 1 or module._trainer is None:
             return False
         return module._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _sixteen_bit(self) -> torch.dtype:
+        plugin = self.precision_plugin
+        own = plugin.weights_dtype if isinstance(plugin, ZeroPrecision) else torch.float32
+        return own if own.itemsize == 2 else torch.bfloat16
 
     @property
     def _masters(self) -> dict[Parameter, Tensor]:

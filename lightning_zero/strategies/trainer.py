@@ -26,12 +26,13 @@ from lightning_zero._compat import lightning as _lightning
 from lightning_zero.config.explain import explain
 from lightning_zero.config.resolve import ResolvedConfig
 from lightning_zero.config.sources import compose
-from lightning_zero.engine import initialize, ops
+from lightning_zero.engine import initialize
 from lightning_zero.engine.accelerator import check_precision, select_accelerator
 from lightning_zero.engine.casting import EvaluationCast
 from lightning_zero.engine.partition import numel, restore_whole, whole_parameters
 from lightning_zero.engine.session import EngineSession, end_session
-from lightning_zero.errors import ConfigError
+from lightning_zero.integrations.transformers import initialised_by_transformers
+from lightning_zero.integrations.transformers import refuse_empty_saves
 from lightning_zero.strategies import checks
 from lightning_zero.strategies.checkpointed import CheckpointedStrategy
 from lightning_zero.strategies.precision import ZeroPrecision
@@ -168,20 +169,9 @@ class ZeroStrategy(CheckpointedStrategy):
             self.model = self._session.engine
 
     @override
-    def _configure_launcher(self) -> None:
-        if _lightning.IS_INTERACTIVE and self.num_processes * self.num_nodes == 1:
-            return  # one process needs no launcher, and Lightning's is refused in notebooks
-        if _lightning.IS_INTERACTIVE:
-            raise ConfigError(
-                f"A notebook cannot start the {self.num_processes * self.num_nodes} processes of this run. "
-                "Write a script, or use devices=1."
-            )
-        super()._configure_launcher()
-
-    @override
     def setup_environment(self) -> None:
         trainer = self._trainer
-        select_accelerator(self.root_device.type)
+        select_accelerator(self.root_device.type, processes=self.num_processes)
         initialize.set_log_level(self._logging_level)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._session is not None and (fitting or self._session.module is not self.lightning_module):
@@ -192,19 +182,14 @@ class ZeroStrategy(CheckpointedStrategy):
             self.config = self.resolved.config  # the parents and some of Lightning's callbacks read it
         super(DeepSpeedStrategy, self).setup_environment()
 
-    @override
-    def setup_distributed(self) -> None:
-        if self.root_device.type == "cuda":
-            assert self.parallel_devices is not None
-            _lightning.validate_device_indices(self.parallel_devices)
-        ops.build_ops(ops.required_ops(self.resolved.config, self.root_device.type), local_rank=self.local_rank)
-        super(DeepSpeedStrategy, self).setup_distributed()
-        initialize.join_process_group(self._get_process_group_backend(), self.local_rank, self._timeout)
-
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        with initialize.sharded_init(self.resolved.config, enabled=self.zero_stage_3, local_rank=self.local_rank):
+        enabled = self.zero_stage_3
+        with (
+            initialize.sharded_init(self.resolved.config, enabled=enabled, local_rank=self.local_rank),
+            initialised_by_transformers(enabled=enabled),
+        ):
             yield
 
     @override
@@ -348,6 +333,8 @@ class ZeroStrategy(CheckpointedStrategy):
         self.setup_precision_plugin()
 
     def _start(self, module: Module, **kwargs: Any) -> EngineSession:
+        if self.zero_stage_3:
+            refuse_empty_saves(module)
         return EngineSession(
             module, self.resolved.config, device=self.root_device, local_rank=self.local_rank, **kwargs
         )

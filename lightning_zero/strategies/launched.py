@@ -1,0 +1,54 @@
+"""How the processes of a Trainer's run come to be, and to one process group."""
+
+from __future__ import annotations
+
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from typing_extensions import override
+
+from lightning_zero._compat import lightning as _lightning
+from lightning_zero.config.resolve import ResolvedConfig
+from lightning_zero.engine import initialize, ops
+from lightning_zero.errors import ConfigError
+from lightning_zero.strategies.environment import recognise
+
+
+class LaunchedStrategy(DeepSpeedStrategy):
+    """Starts processes, or recognises who started them, and joins them."""
+
+    _cluster_environment: ClusterEnvironment | None = None
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The config that DeepSpeed gets, and where each value came from."""
+        raise NotImplementedError
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Who started the processes; the ``deepspeed`` launcher is recognised by its variables."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = recognise(environment)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if not _lightning.IS_INTERACTIVE:
+            super()._configure_launcher()
+            return
+        # One process needs no launcher, and Lightning's is refused in notebooks.
+        processes = self.num_processes * self.num_nodes
+        if processes > 1:
+            raise ConfigError(
+                f"A notebook cannot start the {processes} processes of this run. Write a script, or use devices=1."
+            )
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            assert self.parallel_devices is not None
+            _lightning.validate_device_indices(self.parallel_devices)
+        ops.build_ops(ops.required_ops(self.resolved.config, self.root_device.type), local_rank=self.local_rank)
+        super(DeepSpeedStrategy, self).setup_distributed()
+        initialize.join_process_group(self._get_process_group_backend(), self.local_rank, self._timeout)
