@@ -228,7 +228,7 @@ def _write_safetensors(task: _Task, output: Path, model_files: Path | None = Non
                 task.advance(written)
         plan.write_index(folder)
         if model_files is not None:
-            copy_model_files(model_files, folder, _main_dtype(task.specs.values()))
+            copy_model_files(model_files, folder, plan.main_dtype)
 
 
 def _bounded_map(
@@ -271,14 +271,6 @@ def _plain(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         dict(value), lambda leaf: leaf.load().clone() if isinstance(leaf, TensorRef) else NOT_PLAIN, dropped
     )
     return plain, dropped
-
-
-def _main_dtype(specs: Iterable[TensorSpec]) -> torch.dtype | None:
-    sizes: dict[torch.dtype, int] = {}
-    for spec in specs:
-        if spec.dtype.is_floating_point:
-            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
 _WRITERS: dict[str, Callable[[_Task, Path], None]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +30,7 @@ class LiveWeights:
         self._trained = engine is not None
         self._spread = {} if engine is None else own_masters(engine.optimizer)
         self._copied = {} if engine is None else unsharded_masters(engine)
+        self._has_masters = bool(self._spread or self._copied)
         self._tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         """Each later name of a tied weight, with the first one."""
@@ -59,19 +59,24 @@ class LiveWeights:
         """First names, in the order of the state dict."""
         return list(self._tensors)
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether an engine keeps fp32 weights beside, or instead of, those that forward sees."""
-        return bool(self._spread or self._copied)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape."""
         tensor = self._tensors[name]
         return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The type that forward sees."""
-        return self._tensors[name].dtype
+    def exported_dtype(self, name: str, asked: torch.dtype | None) -> torch.dtype:
+        """One floating type throughout: the one asked for, else fp32 beside fp32 masters, else each tensor's own.
+
+        Args:
+            name: A first name.
+            asked: What the user asked for.
+        """
+        own = self._tensors[name].dtype
+        if not own.is_floating_point:
+            return own
+        if asked is not None:
+            return asked
+        return torch.float32 if self._has_masters and own.itemsize < 4 else own
 
     def own_part(self, name: str) -> tuple[int, Tensor]:
         """This rank's part; those of all ranks make up the whole.
@@ -117,19 +122,3 @@ def _equal_share(whole: Tensor) -> tuple[int, Tensor]:
 def _of_rank_zero(whole: Tensor) -> tuple[int, Tensor]:
     flat = whole.detach().flatten()
     return 0, flat if dist.get_rank() == 0 else flat[:0]
-
-
-def export_dtype(name: str, live: LiveWeights, asked: torch.dtype | None) -> torch.dtype:
-    """One floating dtype throughout: the one asked for, else fp32 beside fp32 weights, else each tensor's own.
-
-    Args:
-        name: A first name.
-        live: The weights.
-        asked: What the user asked for.
-    """
-    own = live.dtype(name)
-    if not own.is_floating_point:
-        return own
-    if asked is not None:
-        return asked
-    return torch.float32 if live.has_masters and own.itemsize < 4 else own

@@ -109,6 +109,15 @@ class SafetensorsPlan:
         homes = {name: file for file in self.files for name in file.offsets}
         return {name: homes[name] for name in self.specs}
 
+    @property
+    def main_dtype(self) -> torch.dtype | None:
+        """The floating-point dtype of most bytes, or None without any."""
+        sizes: dict[torch.dtype, int] = {}
+        for spec in self.specs.values():
+            if spec.dtype.is_floating_point:
+                sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.nbytes
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
     def write_index(self, folder: Path) -> None:
         """Write the index that names each tensor's file, if there are several files. One process calls it.
 
@@ -255,7 +264,7 @@ class SafetensorsWriter:
     def _descriptor(self, file: PlannedFile) -> int:
         with self._lock:
             if file.name not in self._open:
-                descriptor = os.open(self._folder / file.name, os.O_RDWR | os.O_CREAT, 0o666)
+                descriptor = os.open(self._folder / file.name, os.O_WRONLY | os.O_CREAT, 0o666)
                 self._open[file.name] = descriptor
                 os.truncate(descriptor, file.size)
                 os.pwrite(descriptor, file.header, 0)  # every writer writes the same bytes

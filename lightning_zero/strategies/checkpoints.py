@@ -79,7 +79,7 @@ def save_sharded(
     """
     client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     client[CLIENT_STATE_KEY] = {**client.get(CLIENT_STATE_KEY, {}), "rng": state.rng_states()}
-    save = _on_rank_zero(lambda: begin_save(_local(path)), f"saving {path}")
+    save = _on_rank_zero(lambda: begin_save(local_path(path)), f"saving {path}")
     error = state.save_shards(session.engine, save.root, save.written, client, exclude_frozen=exclude_frozen)
     _finish(save, state.all_errors(error), lambda: _publish(save, session.module))
 
@@ -102,7 +102,7 @@ def save_weights(
     Raises:
         CheckpointError: The file could not be written; what was there before is there still.
     """
-    errors = state.all_errors(write_weights_file(module, checkpoint, _local(path), masters))
+    errors = state.all_errors(write_weights_file(module, checkpoint, local_path(path), masters))
     if errors:
         raise CheckpointError(f"saving {path} failed: {errors[0][1]}. What was there before is untouched.")
 
@@ -132,10 +132,18 @@ def _finish(save: Save, errors: list[tuple[int, str]], publish: Callable[[], Non
     )
 
 
-def _local(path: str | PathLike[str]) -> Path:
+def local_path(path: str | PathLike[str]) -> Path:
+    """A path that DeepSpeed, or several ranks at once, can write to.
+
+    Args:
+        path: What the user gave.
+
+    Raises:
+        CheckpointError: It is a remote URL.
+    """
     if "://" in str(path):
         raise CheckpointError(
-            f"{path} is a remote URL, and DeepSpeed writes shards to local paths only. Save to a local or shared disk."
+            f"{path} is a remote URL, and ranks write their parts to local paths only. Save to a local or shared disk."
         )
     return Path(path)
 

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_zero._compat.lightning import loaders_from_hook, loaders_passed_to_fit
+from lightning_zero.callbacks.gathered_weights import GatheredWeightsCheckpoint
 from lightning_zero.config.facts import Fact, RunFacts
 from lightning_zero.integrations.transformers import hidden_size
 
@@ -61,6 +62,7 @@ def early_facts(trainer: pl.Trainer, *, micro_batch_size: int | None, auto: Mapp
         eps=_hyper_parameter(module, "eps", "adam_epsilon"),
         weight_decay=_hyper_parameter(module, "weight_decay"),
         warmup_steps=_hyper_parameter(module, "warmup_steps", "warmup_ratio"),
+        gathers_weights=_gathers_weights(trainer) if fitting else None,
         auto=auto,
     )
 
@@ -100,6 +102,12 @@ def final_facts(
         optimizer_has_cpu_version=optimizer_has_cpu_version,
         total_steps=_total_steps(trainer) if needs_total_steps else None,
     )
+
+
+def _gathers_weights(trainer: pl.Trainer) -> Fact[bool] | None:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    found = any(isinstance(callback, GatheredWeightsCheckpoint) for callback in callbacks)
+    return Fact(True, "Trainer(callbacks=[GatheredWeightsCheckpoint(...)])") if found else None
 
 
 def _flag(value: float | None, name: str) -> Fact[float] | None:
