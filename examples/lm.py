@@ -121,26 +121,28 @@ class ByteLlama(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    @torch.no_grad()
-    def write(self, prompt: str, length: int = 300, *, temperature: float = 0.5, seed: int = 0) -> str:
-        """Goes on with ``prompt``. Under ZeRO-3 all ranks must call it, since each holds a part of the weights.
 
-        Args:
-            prompt: The beginning of the text.
-            length: Bytes to write: a fixed number, so that no rank stops before the others.
-            temperature: Below 1 the likely bytes become likelier.
-            seed: Of the sampling, the same on all ranks.
-        """
-        self.eval()
-        torch.manual_seed(seed)
-        prompt_ids = torch.tensor([list(prompt.encode())], device=self.device)
-        ids = self.net.generate(
-            prompt_ids,
-            attention_mask=torch.ones_like(prompt_ids),
-            min_new_tokens=length,
-            max_new_tokens=length,
-            do_sample=True,
-            temperature=temperature,
-            suppress_tokens=[BOS, EOS],
-        )
-        return bytes(ids[0].tolist()).decode(errors="replace")
+@torch.no_grad()
+def write(model: LlamaForCausalLM, prompt: str, length: int = 300, *, temperature: float = 0.5, seed: int = 0) -> str:
+    """Goes on with ``prompt``.
+
+    Args:
+        model: A whole model over bytes.
+        prompt: The beginning of the text.
+        length: Bytes to write.
+        temperature: Below 1 the likely bytes become likelier.
+        seed: Of the sampling.
+    """
+    model.eval()
+    torch.manual_seed(seed)
+    prompt_ids = torch.tensor([list(prompt.encode())], device=model.device)
+    ids = model.generate(
+        prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
+        min_new_tokens=length,
+        max_new_tokens=length,
+        do_sample=True,
+        temperature=temperature,
+        suppress_tokens=[BOS, EOS],
+    )
+    return bytes(ids[0].tolist()).decode(errors="replace")

@@ -13,10 +13,12 @@ from typing import Literal
 
 import jsonargparse
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lm import ByteLlama, PythonTopics
+from lm import ByteLlama, PythonTopics, write
+from transformers import AutoModelForCausalLM
 
-import lightning_zero  # noqa: F401  # registers the strategy names
+from lightning_zero import BestModelCheckpoint, GatheredWeightsCheckpoint  # the import registers the strategy names
+
+PROMPT = 'The "for" statement'
 
 
 def main(
@@ -33,7 +35,7 @@ def main(
     sample: int = 300,
     folder: Path = Path("runs/train_lm"),
 ) -> None:
-    """Train a byte-level Llama on Python's help topics, save it, and let it write.
+    """Train a byte-level Llama on Python's help topics, export its best weights, and let them write.
 
     Args:
         strategy: A registered name: zero1, zero2, zero3, each also with _offload, or zero3_nvme.
@@ -47,12 +49,13 @@ def main(
         hidden_size: Width of the model, a multiple of 64.
         layers: Number of decoder layers.
         sample: Bytes of text to write at the end.
-        folder: Where the best checkpoint is kept.
+        folder: Where the best checkpoint is kept, and its 16-bit weights in a folder for ``from_pretrained``.
     """
     L.seed_everything(1, verbose=False)
     data = PythonTopics(batch_size=batch_size)
     model = ByteLlama(hidden_size=hidden_size, layers=layers, heads=hidden_size // 64)
-    checkpoint = ModelCheckpoint(folder, filename="{step}-{val_loss:.2f}", monitor="val_loss", mode="min")
+    best = BestModelCheckpoint(folder, filename="{step}-{val_loss:.2f}", monitor="val_loss")
+    export = GatheredWeightsCheckpoint(folder / "best-model", which="best")
     trainer = L.Trainer(
         strategy=strategy,
         accelerator=accelerator,
@@ -62,15 +65,16 @@ def main(
         limit_train_batches=steps * accumulate,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=1.0,
-        callbacks=[checkpoint],
+        callbacks=[best, export],
         logger=False,
     )
     started = time.monotonic()
     trainer.fit(model, data)
     trainer.print(f"\n{trainer.global_step} updates took {time.monotonic() - started:.0f} s")
-    trainer.print(f"best checkpoint: {checkpoint.best_model_path}")
-    text = model.write('The "for" statement', sample)  # on all ranks: each holds a part of the weights
-    trainer.print(f"sample:\n\n{text}")
+    trainer.print(f"best checkpoint: {best.best_model_path}\nits 16-bit weights: {export.dirpath}")
+    if trainer.is_global_zero:
+        exported = AutoModelForCausalLM.from_pretrained(export.dirpath)
+        print(f"sample:\n\n{write(exported, PROMPT, sample)}")
 
 
 if __name__ == "__main__":

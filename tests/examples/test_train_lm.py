@@ -13,7 +13,7 @@ SAMPLE = 40
 
 
 def test_train_lm(tmp_path: Path) -> None:
-    """Two processes that Lightning starts train and lower the validation loss, save shards and write a sample."""
+    """Two processes lower the validation loss, keep the best shards, export them, and the exported model writes."""
     small = ["--hidden_size", "64", "--layers", "1", "--epochs", "2", "--steps", "8", "--sample", str(SAMPLE)]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / "train_lm.py"), *small, "--folder", str(tmp_path / "run")],
@@ -32,7 +32,8 @@ def test_train_lm(tmp_path: Path) -> None:
     sample = done.stdout[done.stdout.index(PROMPT) :].removesuffix("\n")
     assert len(sample.encode()) >= len(PROMPT) + SAMPLE  # a byte that is no UTF-8 is shown by three
 
-    (checkpoint,) = (tmp_path / "run").iterdir()
+    checkpoint, exported = sorted((tmp_path / "run").iterdir(), key=lambda path: path.suffix != ".ckpt")
     assert checkpoint.name.startswith("step=16-val_loss=")
+    assert {path.name for path in exported.iterdir()} >= {"config.json", "generation_config.json", "model.safetensors"}
     ranks = {re.search(r"rank_(\d)", path.name)[1] for path in checkpoint.glob("*/*zero_pp_rank_*_optim_states.pt")}
     assert ranks == {"0", "1"}

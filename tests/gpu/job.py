@@ -57,7 +57,7 @@ def main(
         "updates": trainer.global_step,
         "device": trainer.strategy.root_device.type,
         "where": [after_first, where(model)],
-        "text": model.write("The", 20),
+        "text": write(model.net, "The", 20),
     }
     (folder / "report.json").write_text(json.dumps(report))
 
