@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_zero  # noqa: F401  # registers the strategy names
-from examples.lm import ByteLlama, PythonTopics
+from examples.lm import ByteLlama, PythonTopics, write
 
 
 def main(
