@@ -352,7 +352,8 @@ class ZeroStrategy(CheckpointedStrategy):
         assert module is not None
         if not self.zero_stage_3:
             self._make_whole(module)
-            self.precision_plugin.convert_module(module)
+        self.precision_plugin.convert_module(module)
+        if not self.zero_stage_3:
             self._cast = EvaluationCast(module)
             return
         self._session = self._start(module, evaluate=True)
