@@ -1,0 +1,139 @@
+"""README and docs: what they show compiles, what they mark as runnable runs, what they point to is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_zero
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = "<!-- run -->"  # in the line before a Python block
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    runs: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+    assert len(fences) % 2 == 0, f"{page.name} has a fence without an end"
+    return [
+        Block(
+            page=page,
+            line=first + 1,
+            language=lines[first][3:],
+            text="\n".join(lines[first + 1 : last]),
+            runs=first > 0 and lines[first - 1] == RUN,
+        )
+        for first, last in zip(fences[::2], fences[1::2], strict=True)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUNNABLE = [block for block in BLOCKS if block.runs]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
+def test_python_compiles(block: Block) -> None:
+    """Every Python block is a program or a part of one."""
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("json", "yaml")], ids=str)
+def test_data_can_be_read(block: Block) -> None:
+    """Every JSON and YAML block is what it says (JSON is YAML)."""
+    assert isinstance(yaml.safe_load(block.text), dict)
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=str)
+def test_runnable_blocks_run(block: Block, tmp_path: Path) -> None:
+    """A block that is marked as runnable does so as it stands, in a script of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(block.text)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_something_is_runnable() -> None:
+    """The marker is still where the tests look for it."""
+    assert RUNNABLE
+    assert sum(page.read_text(encoding="utf-8").count(RUN) for page in PAGES) == len(RUNNABLE)
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    plain = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return plain.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every link inside the repository leads to a file, and to a heading in it where it names one."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, fragment = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        headings = re.findall(r"^#+ (.*)$", prose(file), flags=re.MULTILINE) if file.suffix == ".md" else []
+        if not file.exists() or (fragment and fragment not in map(anchor, headings)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("name", lightning_zero.__all__)
+def test_every_public_name_is_told_of(name: str) -> None:
+    """Every public name stands in the README or in a page of the docs."""
+    assert any(re.search(rf"\b{name}\b", page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+def test_readme_shows_the_two_commands() -> None:
+    """The first screen of the README has the commands that train and test, and the strategy's name in a Trainer."""
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40])
+    assert "make train" in screen
+    assert "make test" in screen
+    assert 'L.Trainer(strategy="zero3_offload"' in screen
+
+
+def test_registered_names_are_told_of() -> None:
+    """The README's table has a row for each registered strategy name."""
+    from lightning_zero.strategies.registry import NAMES
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(zero\w+)`", readme, flags=re.MULTILINE) == list(NAMES)
+
+
+def test_commands_are_told_of() -> None:
+    """The README names every subcommand of `lightning-zero`, and no page names one that is not there."""
+    from lightning_zero.cli.main import _MODULES
+
+    told = {
+        page.name: set(re.findall(r"lightning-zero ([a-z]+)\b", page.read_text(encoding="utf-8"))) for page in PAGES
+    }
+    told.pop("migrating.md")  # its rows also name what is still to come
+    assert set(_MODULES) <= told["README.md"]
+    assert set().union(*told.values()) <= set(_MODULES)
