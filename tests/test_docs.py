@@ -131,9 +131,8 @@ def test_commands_are_told_of() -> None:
     """The README names every subcommand of `lightning-zero`, and no page names one that is not there."""
     from lightning_zero.cli.main import _MODULES
 
-    told = {
-        page.name: set(re.findall(r"lightning-zero ([a-z]+)\b", page.read_text(encoding="utf-8"))) for page in PAGES
-    }
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    told = {name: set(re.findall(r"lightning-zero ([a-z]+)\b", text)) for name, text in texts.items()}
     told.pop("migrating.md")  # its rows also name what is still to come
     assert set(_MODULES) <= told["README.md"]
     assert set().union(*told.values()) <= set(_MODULES)
