@@ -25,8 +25,8 @@ from lightning_zero.engine.state import set_rng_state
 from lightning_zero.errors import CheckpointError, ConfigError
 from lightning_zero.export.options import parse_dtype
 from lightning_zero.strategies import checkpoints, gathered
-from lightning_zero.strategies.precision import ZeroPrecision
 from lightning_zero.strategies.launched import LaunchedStrategy
+from lightning_zero.strategies.precision import ZeroPrecision
 
 
 class CheckpointedStrategy(LaunchedStrategy):

@@ -31,8 +31,7 @@ from lightning_zero.engine.accelerator import check_precision, select_accelerato
 from lightning_zero.engine.casting import EvaluationCast
 from lightning_zero.engine.partition import numel, restore_whole, whole_parameters
 from lightning_zero.engine.session import EngineSession, end_session
-from lightning_zero.integrations.transformers import initialised_by_transformers
-from lightning_zero.integrations.transformers import refuse_empty_saves
+from lightning_zero.integrations.transformers import initialised_by_transformers, refuse_empty_saves
 from lightning_zero.strategies import checks
 from lightning_zero.strategies.checkpointed import CheckpointedStrategy
 from lightning_zero.strategies.precision import ZeroPrecision
