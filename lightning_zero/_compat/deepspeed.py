@@ -73,6 +73,7 @@ def detach_engine(engine: DeepSpeedEngine) -> None:
     for parameter in engine.module.parameters():
         parameter.grad = None
         vars(parameter).pop("_z3_optimizer", None)
+        vars(parameter).pop("_hp_mapping", None)  # `destroy` sets it to None, by which a weight reads as zeros
     children = list(engine.module.modules())
     for child in children:
         for name in _MODULE_ATTRIBUTES:

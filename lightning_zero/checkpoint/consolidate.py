@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_zero.checkpoint.layout import locate
 from lightning_zero.checkpoint.merge import StoredTensor
 from lightning_zero.checkpoint.shards import TensorRef
-from lightning_zero.checkpoint.source import Source, open_source
+from lightning_zero.checkpoint.source import Source, open_path
 from lightning_zero.checkpoint.unpickle import NOT_PLAIN, to_plain
 from lightning_zero.errors import CheckpointError
 from lightning_zero.export.atomic import staged_file, staged_folder
@@ -91,7 +90,7 @@ def load_full_state_dict(
         CheckpointNotFoundError: Nothing is there; names what is near.
         CheckpointError: Files are missing, damaged, stray or of different saves; names each of them.
     """
-    return WholeWeights(open_source(locate(path, tag)), parse_dtype(dtype))
+    return WholeWeights(open_path(path, tag), parse_dtype(dtype))
 
 
 def consolidate(
@@ -133,10 +132,9 @@ def consolidate(
     target = Path(output)
     limit = parse_size(max_shard_size)
     wanted = parse_dtype(dtype)
-    location = locate(path, tag)
-    if target.absolute() in (location.root, location.folder):
+    source = open_path(path, tag)
+    if target.absolute() in (source.location.root, source.location.folder):
         raise CheckpointError(f"The output {target} is the checkpoint itself. Give another path.")
-    source = open_source(location)
     renamed = _renamed(source, format, strip_prefix)
     task = _Task(source, renamed, wanted, limit, progress)
     _WRITERS[format](task, target)

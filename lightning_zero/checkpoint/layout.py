@@ -199,10 +199,10 @@ def _from_tag_folder(folder: Path, tag: str | None) -> CheckpointLocation:
 
 
 def _from_root(root: Path, tag: str | None) -> CheckpointLocation:
-    found = tags(root)
     latest = root / LATEST
+    found = tags(root)
     if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+        tag, found = _latest_tag(latest)
         if not tag:
             raise CheckpointError(f"{latest} is empty, so the tag is unknown. Pass tag=, one of: {_listing(found)}.")
         if tag not in found:
@@ -214,6 +214,15 @@ def _from_root(root: Path, tag: str | None) -> CheckpointLocation:
     if tag not in found:
         raise CheckpointNotFoundError(f"{root} has no tag {tag!r} with shards. {_choose(found)}")
     return CheckpointLocation("sharded", root, tag)
+
+
+def _latest_tag(latest: Path) -> tuple[str, list[str]]:
+    """The tag to load and all that are there, seen at one moment although the checkpoint may be overwritten."""
+    while True:
+        tag = latest.read_text(encoding="utf-8").strip()
+        found = tags(latest.parent)
+        if tag in found or latest.read_text(encoding="utf-8").strip() == tag:
+            return tag, found
 
 
 def _holds_shards(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +15,14 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, CheckpointLocation
+from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, CheckpointLocation, locate
 from lightning_zero.checkpoint.manifest import Manifest, Role, SavedFile, SavedTensor
 from lightning_zero.checkpoint.merge import StoredTensor, merge
 from lightning_zero.checkpoint.shards import ShardFile, TensorRef
 from lightning_zero.checkpoint.states import SavedStates, open_states
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "open_path", "open_source"]
 
 _VERSION_KEY = "pytorch-lightning_version"
 _SAFETENSORS_DTYPES = {
@@ -76,6 +77,30 @@ def open_source(location: CheckpointLocation) -> Source:
         CheckpointError: It is damaged, incomplete, or no checkpoint; names each file concerned.
     """
     return _OPENERS[location.kind](location)
+
+
+def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """Find and open a checkpoint, also while another process overwrites it. Reads no tensor data.
+
+    Args:
+        path: As for :func:`~lightning_zero.checkpoint.layout.locate`.
+        tag: As for :func:`~lightning_zero.checkpoint.layout.locate`.
+
+    Returns:
+        The opened checkpoint. Its files stay open, so that it can be read to the end when it is replaced meanwhile.
+
+    Raises:
+        CheckpointError: See :func:`~lightning_zero.checkpoint.layout.locate` and :func:`open_source`.
+    """
+    location = locate(path, tag)
+    while True:
+        try:
+            return open_source(location)
+        except (CheckpointError, OSError):
+            now = locate(path, tag)
+            if now == location:
+                raise
+            location = now
 
 
 def _open_sharded(location: CheckpointLocation) -> Source:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from lightning_zero.checkpoint.layout import CheckpointLocation, locate, parse_shard_name
+from lightning_zero.checkpoint.layout import CheckpointLocation, parse_shard_name
 from lightning_zero.checkpoint.manifest import Manifest
 from lightning_zero.checkpoint.shards import ShardFile
-from lightning_zero.checkpoint.source import open_source
+from lightning_zero.checkpoint.source import open_path
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["inspect_checkpoint", "verify_checkpoint"]
@@ -30,7 +30,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None) 
         CheckpointError: It is no checkpoint, or files of it are missing, damaged or of another save; names each of
             them.
     """
-    return open_source(locate(path, tag)).manifest
+    return open_path(path, tag).manifest
 
 
 def verify_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None, deep: bool = False) -> Manifest:
@@ -47,8 +47,8 @@ def verify_checkpoint(path: str | os.PathLike[str], *, tag: str | None = None, d
     Raises:
         CheckpointError: Names every damaged, missing or stray file.
     """
-    location = locate(path, tag)
-    source = open_source(location)
+    source = open_path(path, tag)
+    location = source.location
     problems = list(_damaged_records(location)) if deep else []
     if problems:
         raise CheckpointError(

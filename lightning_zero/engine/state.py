@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_zero._compat.deepspeed import recording_writer
+from lightning_zero._compat.deepspeed import end_failed_save, recording_writer
 from lightning_zero.engine.partition import is_partitioned
 from lightning_zero.errors import CheckpointError
 
@@ -49,13 +49,17 @@ def save_shards(
         Why this rank could not write, or ``None``.
     """
     with recording_writer(engine) as failures:
-        engine.save_checkpoint(
-            str(folder),
-            tag=tag,
-            client_state=dict(client_state),
-            save_latest=False,
-            exclude_frozen_parameters=exclude_frozen,
-        )
+        try:
+            engine.save_checkpoint(
+                str(folder),
+                tag=tag,
+                client_state=dict(client_state),
+                save_latest=False,
+                exclude_frozen_parameters=exclude_frozen,
+            )
+        except OSError as failure:
+            failures.append(failure)
+            end_failed_save(engine)
     if not failures:
         return None
     key = _unpicklable(client_state)

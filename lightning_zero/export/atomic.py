@@ -6,9 +6,13 @@ Metadata is flushed to the disk before the rename; tensors are not, for the sake
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import random
 import shutil
-import uuid
+import socket
+import string
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +22,8 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "begin_folder",
     "discard",
+    "hidden_path",
+    "is_abandoned",
     "publish_folder",
     "staged_file",
     "staged_folder",
@@ -27,6 +33,33 @@ __all__ = [
 
 TEMPORARY_PREFIX = ".saving-"
 """How every hidden name begins; it never contains the final one, whose digits others may parse."""
+
+_DEAD_AFTER = 24 * 3600  # seconds after which a hidden name of another host, or of a number used again, is given up
+
+
+def hidden_path(folder: Path) -> Path:
+    """A new hidden name, which says from its first moment on which process made it.
+
+    Args:
+        folder: Where it is to lie.
+    """
+    # Letters only: Lightning parses digits out of the names in a checkpoint folder.
+    chance = "".join(random.SystemRandom().choices(string.ascii_lowercase, k=12))
+    return folder / f"{TEMPORARY_PREFIX}{_number_in_letters(os.getpid())}-{_host()}-{chance}"
+
+
+def is_abandoned(hidden: Path) -> bool:
+    """Whether nobody is writing or deleting there any more: the process is gone, or is this one.
+
+    Args:
+        hidden: A path whose name begins with the prefix.
+    """
+    owner, _, rest = hidden.name.removeprefix(TEMPORARY_PREFIX).partition("-")
+    if rest.partition("-")[0] != _host():
+        return _age(hidden) > _DEAD_AFTER
+    # A process has one thing in progress at a time, so its own are those that failed.
+    gone = owner == _number_in_letters(os.getpid()) or not _runs(_number_of_letters(owner))
+    return gone or _age(hidden) > _DEAD_AFTER
 
 
 def begin_folder(output: Path) -> Path:
@@ -44,7 +77,7 @@ def begin_folder(output: Path) -> Path:
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output} is a file, and this format is a folder. Give another output path.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    hidden = output.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    hidden = hidden_path(output.parent)
     hidden.mkdir()
     return hidden
 
@@ -127,7 +160,7 @@ def staged_file(output: Path) -> Iterator[Path]:
             f"{output} is a folder, and this format is one file. Give a file's path, such as {output / 'model.ckpt'}."
         )
     output.parent.mkdir(parents=True, exist_ok=True)
-    hidden = output.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    hidden = hidden_path(output.parent)
     try:
         yield hidden
         hidden.replace(output)
@@ -163,3 +196,40 @@ def sync(path: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+def _host() -> str:
+    digest = hashlib.sha256(socket.gethostname().encode()).digest()
+    return _number_in_letters(int.from_bytes(digest[:5], "big"))
+
+
+def _number_in_letters(number: int) -> str:
+    letters = ""
+    while number or not letters:
+        number, digit = divmod(number, 26)
+        letters = string.ascii_lowercase[digit] + letters
+    return letters
+
+
+def _number_of_letters(letters: str) -> int:
+    number = 0
+    for letter in letters:
+        number = number * 26 + string.ascii_lowercase.index(letter)
+    return number
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs, for somebody else
+    return True
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.lstat().st_mtime
+    except OSError:
+        return 0.0

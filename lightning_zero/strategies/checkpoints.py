@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module, Parameter
 
 from lightning_zero.checkpoint.consolidate import load_full_state_dict
-from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLDER, CheckpointLocation, locate
+from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLDER, CheckpointLocation
 from lightning_zero.checkpoint.manifest import Manifest
 from lightning_zero.checkpoint.publish import Save, abandon_save, begin_save, publish_save
-from lightning_zero.checkpoint.verify import verify_checkpoint
+from lightning_zero.checkpoint.source import open_path
 from lightning_zero.engine import state
 from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
+from lightning_zero.export.atomic import staged_folder
 from lightning_zero.export.transformers_dir import write_module_file
 from lightning_zero.integrations.transformers import pretrained_models, save_configs
 from lightning_zero.strategies.weights_file import write_weights_file
@@ -54,8 +55,9 @@ _DEEPSPEED_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was found and is whole."""
+    """A checkpoint that was found and is whole, and the path that was given for it."""
 
+    path: str | PathLike[str]
     location: CheckpointLocation
     manifest: Manifest
 
@@ -77,6 +79,7 @@ def save_sharded(
     Raises:
         CheckpointError: Some rank could not write; nothing of it is left, and what was there before is there still.
     """
+    _meet(path)
     client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     client[CLIENT_STATE_KEY] = {**client.get(CLIENT_STATE_KEY, {}), "rng": state.rng_states()}
     save = _on_rank_zero(lambda: begin_save(local_path(path)), f"saving {path}")
@@ -102,20 +105,35 @@ def save_weights(
     Raises:
         CheckpointError: The file could not be written; what was there before is there still.
     """
+    _meet(path)
     errors = state.all_errors(write_weights_file(module, checkpoint, local_path(path), masters))
     if errors:
         raise CheckpointError(f"saving {path} failed: {errors[0][1]}. What was there before is untouched.")
 
 
+def _meet(path: str | PathLike[str]) -> None:
+    """Waits for all ranks before anything is written, since a save on some of them alone would wait for ever."""
+    try:
+        dist.barrier()
+    except RuntimeError as failure:  # gloo's and NCCL's timeouts, and another collective of ranks that went on
+        raise CheckpointError(
+            f"saving {path} failed: the other ranks are not saving ({failure}). Call `trainer.save_checkpoint` on all "
+            "ranks, not under `if trainer.is_global_zero`."
+        ) from failure
+
+
 def _publish(save: Save, module: Module) -> None:
-    models = pretrained_models(module)
-    if len(models) == 1:
-        name, model = models[0]
-        folder = save.root / TRANSFORMERS_FOLDER
-        folder.mkdir(exist_ok=True)
-        save_configs(model, folder)
-        write_module_file(folder, f"{name}." if name else "")
-    publish_save(save)
+    try:
+        models = pretrained_models(module)
+        if len(models) == 1:
+            name, model = models[0]
+            with staged_folder(save.root / TRANSFORMERS_FOLDER) as folder:
+                save_configs(model, folder)
+                write_module_file(folder, f"{name}." if name else "")
+        publish_save(save)
+    except BaseException:
+        abandon_save(save)
+        raise
 
 
 def _finish(save: Save, errors: list[tuple[int, str]], publish: Callable[[], None]) -> None:
@@ -162,8 +180,8 @@ def open_checkpoint(path: str | PathLike[str]) -> Opened:
     """
 
     def look() -> Opened:
-        location = locate(path)
-        return Opened(location, verify_checkpoint(location.root, tag=location.tag))
+        source = open_path(path)
+        return Opened(path, source.location, source.manifest)
 
     return _on_rank_zero(look, f"loading {path}")
 
@@ -213,9 +231,7 @@ def lightning_state(opened: Opened, weights_only: bool | None) -> dict[str, Any]
     """
     manifest, location = opened.manifest, opened.location
     if location.kind == "sharded":
-        content = _load(_model_file(location), weights_only=False)
-        kept = {key: value for key, value in content.items() if key not in _DEEPSPEED_KEYS}
-        return {**kept, "state_dict": load_full_state_dict(location.root, tag=location.tag)}
+        return _while_it_is_there(opened, _sharded_state)
     if manifest.kind != "lightning":
         raise CheckpointError(
             f"{manifest.path} holds weights and no state of a Trainer, so it cannot be a ckpt_path. "
@@ -244,8 +260,7 @@ def load_weights(
     Raises:
         CheckpointError: The weights do not fit, or the checkpoint is damaged.
     """
-    opened = open_checkpoint(path)
-    weights = load_full_state_dict(opened.location.root, tag=opened.location.tag)
+    opened, weights = _while_it_is_there(open_checkpoint(path), lambda opened: (opened, _whole_weights(opened)))
     shapes = {tensor.name: tuple(tensor.shape) for tensor in opened.manifest.tensors}
     prefix = _prefix(module, shapes)
     named = {prefix + name: shape for name, shape in shapes.items()}
@@ -294,6 +309,33 @@ class _Prefixed(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+def _whole_weights(opened: Opened) -> Mapping[str, torch.Tensor]:
+    return load_full_state_dict(opened.location.root, tag=opened.location.tag)
+
+
+def _sharded_state(opened: Opened) -> dict[str, Any]:
+    content = _load(_model_file(opened.location), weights_only=False)
+    kept = {key: value for key, value in content.items() if key not in _DEEPSPEED_KEYS}
+    return {**kept, "state_dict": _whole_weights(opened)}
+
+
+def _while_it_is_there(opened: Opened, read: Callable[[Opened], T]) -> T:
+    """What all ranks read; from the newer tag when another run has overwritten the checkpoint meanwhile. Collective."""
+    while True:
+        error = None
+        try:
+            result = read(opened)
+        except (CheckpointError, OSError) as failure:
+            error = failure
+        errors = state.all_errors(None if error is None else str(error))
+        if not errors:
+            return result
+        now = open_checkpoint(opened.path)
+        if now.location == opened.location:
+            raise CheckpointError(f"loading {opened.path} failed on rank {errors[0][0]}: {errors[0][1]}") from error
+        opened = now
 
 
 def _prefix(module: Module, shapes: Mapping[str, Any]) -> str:

@@ -16,24 +16,26 @@ class SkippedUpdate:
     """What is undone when an update was skipped, until the next batch starts."""
 
     def __init__(self) -> None:
-        self._held: list[Any] = []
+        self._held: list[tuple[Any, type]] = []
 
     def discount(self, trainer: pl.Trainer, configs: Iterable[LRSchedulerConfig]) -> None:
         """Takes the skipped update out of the loop's count and lets the step schedulers' next step pass.
 
-        The loop steps them after the batch, whatever came of it, and asks nobody; so their ``step`` is held back on
-        the instance until then, as torch itself does with ``optimizer.step``.
+        The loop steps them after the batch, whatever came of it, and asks nobody. So until then they are of a class
+        whose ``step`` does nothing; an attribute in its place would be saved with the scheduler's state.
         """
         discount_update(trainer)
         for config in configs:
+            scheduler: Any = config.scheduler
             if config.interval == "step":
-                config.scheduler.step = _passes  # type: ignore[method-assign]  # that is the point
-                self._held.append(config.scheduler)
+                kind = type(scheduler)
+                self._held.append((scheduler, kind))
+                scheduler.__class__ = type(kind.__name__, (kind,), {"step": _passes})
 
     def forget(self) -> None:
         """Gives the schedulers their ``step`` back."""
-        for scheduler in self._held:
-            del scheduler.step
+        for scheduler, kind in self._held:
+            scheduler.__class__ = kind
         self._held.clear()
 
 

@@ -253,6 +253,10 @@ class ZeroStrategy(CheckpointedStrategy):
         checks.equal_batches(self._trainer)
         self._restore_random_numbers()
 
+    @override
+    def on_train_end(self) -> None:
+        self._skipped.forget()
+
     # Evaluation without an engine (stages 0-2): the weights are cast once they have been loaded
 
     @override

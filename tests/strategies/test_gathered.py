@@ -134,10 +134,13 @@ def test_without_a_training_engine(stage: int, tmp_path: Path) -> None:
     trained = masters(module) if stage else whole_weights(module)
     runner.strategy.release()
     runner.strategy.save_gathered_weights(tmp_path / "released")
+    runner.save_checkpoint(tmp_path / "released.ckpt", weights_only=True)
     initial, _ = read_folder(tmp_path / "validated")
     released, _ = read_folder(tmp_path / "released")
     assert all(torch.equal(initial[f"net.{name}"], value) for name, value in body().state_dict().items())
     assert all(torch.equal(released[name], value) for name, value in trained.items())
+    single = torch.load(tmp_path / "released.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(single[name], value) for name, value in trained.items())
 
 
 @ranks(2)
