@@ -54,7 +54,7 @@ RULES = {
     ),
     "strategies": LIGHTNING,
     "callbacks": LIGHTNING,
-    "cli": Rule(lazily=ANYTHING, ours=ANYTHING),
+    "cli": Rule(foreign=names("jsonargparse rich"), lazily=ANYTHING, ours=ANYTHING),
 }
 
 

@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
+
+Gather = Callable[[Sequence[Parameter]], AbstractContextManager[None]]
 
 
 @contextmanager
-def gathering_initialisation() -> Iterator[None]:
+def gathering_initialisation(gather: Gather) -> Iterator[None]:
     """Replaces ``PreTrainedModel.initialize_weights`` by one that gathers the parameters which it fills.
 
     Under ``zero.Init`` a parameter is sharded as soon as its module has been made, and the initialisation that a model
     runs at the end of its own constructor would fill empty tensors: torch's defaults would stay, without a word. Rank 0
     fills, the others take its numbers; all draw the same ones, so that their generators stay in step.
+
+    Args:
+        gather: A context in which parameters are whole, and after which all ranks keep rank 0's values.
     """
     from transformers import PreTrainedModel
+    from transformers.initialization import guard_torch_init_functions
+
+    def initialize_weights(model: Any) -> None:
+        with torch.no_grad(), guard_torch_init_functions():
+            _apply(model, model._initialize_weights, model.is_custom_code(), gather)
 
     original = PreTrainedModel.initialize_weights
-    PreTrainedModel.initialize_weights = _initialize_weights
+    PreTrainedModel.initialize_weights = initialize_weights
     try:
         yield
     finally:
         PreTrainedModel.initialize_weights = original
 
 
-def _initialize_weights(model: Any) -> None:
-    from transformers.initialization import guard_torch_init_functions
-
-    with torch.no_grad(), guard_torch_init_functions():
-        _apply(model, model._initialize_weights, model.is_custom_code())
-
-
-def _apply(module: Module, fill: Callable[[Module, bool], None], custom: bool) -> None:
+def _apply(module: Module, fill: Callable[[Module, bool], None], custom: bool, gather: Gather) -> None:
     """Children first, each model inside by its own rules; a module's rules may also fill what its children own."""
     from transformers import PreTrainedModel
 
     children = list(module.children())
     for child in children:
-        _apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else fill, custom)
+        _apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else fill, custom, gather)
     parameters = list(module.parameters(recurse=False))
     for child in children:
         if not isinstance(child, PreTrainedModel):
             parameters.extend(child.parameters(recurse=False))
-    if not parameters:
-        fill(module, custom)
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+    with gather(parameters):
         fill(module, custom)

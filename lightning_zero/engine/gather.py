@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zero._compat.deepspeed import unsharded_masters
 from lightning_zero._compat.deepspeed_masters import own_masters, own_range, partition_in_memory
-from lightning_zero.engine.partition import is_partitioned
+from lightning_zero.engine.partition import gathered, is_partitioned
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -105,9 +105,7 @@ def _own_partition(parameter: Parameter) -> tuple[int, Tensor]:
     share = partition_in_memory(parameter)
     if share is not None:
         return own_range(parameter, share)
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]):
+    with gathered([parameter]):
         start, own = _equal_share(parameter)
         return start, own.clone()
 

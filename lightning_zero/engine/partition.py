@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torch.nn import Module, Parameter
 
 from lightning_zero._compat.deepspeed import forget_partitioning, restore_parameter_dicts
@@ -22,6 +25,23 @@ def numel(parameter: Parameter) -> int:
     return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()  # type: ignore[attr-defined]
 
 
+@contextmanager
+def gathered(parameters: Sequence[Parameter], *, writer: int | None = None) -> Iterator[None]:
+    """Sharded parameters are whole inside; whole ones stay as they are. Collective.
+
+    Args:
+        parameters: The parameters.
+        writer: The rank whose values all ranks keep; ``None``: changes are dropped.
+    """
+    if not any(is_partitioned(parameter) for parameter in parameters):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=writer):
+        yield
+
+
 def restore_whole(module: Module, names: set[str] | None = None) -> None:
     """Makes parameters that an engine has partitioned ordinary whole ones again. Collective.
 
@@ -33,10 +53,8 @@ def restore_whole(module: Module, names: set[str] | None = None) -> None:
     chosen = [p for name, p in every if (names is None or name in names) and is_partitioned(p)]
     if not chosen:
         return
-    import deepspeed
-
     for parameter in chosen:
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with gathered([parameter]):
             whole = parameter.detach().clone()
         forget_partitioning(parameter)
         parameter.data = whole

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_zero._compat.deepspeed import end_failed_save, recording_writer
-from lightning_zero.engine.partition import is_partitioned
+from lightning_zero.engine.partition import gathered, is_partitioned
 from lightning_zero.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -213,7 +212,7 @@ def whole_weight(parameter: Parameter, masters: Mapping[Parameter, Tensor]) -> T
     if parameter.requires_grad and (hasattr(parameter, "_z3_optimizer") or hasattr(parameter, "_hp_mapping")):
         master: Tensor = safe_get_full_fp32_param(parameter)
         return master.view(getattr(parameter, "ds_shape", parameter.shape)).cpu()
-    with _whole([parameter]):
+    with gathered([parameter]):
         return parameter.detach().to("cpu", copy=True)
 
 
@@ -226,7 +225,7 @@ def whole_dtype(parameter: Parameter, masters: Mapping[Parameter, Tensor]) -> to
 
 
 def _set_parameter(parameter: Parameter, value: Tensor) -> None:
-    with torch.no_grad(), _whole([parameter], writer=0):
+    with torch.no_grad(), gathered([parameter], writer=0):
         if not is_partitioned(parameter) or dist.get_rank() == 0:
             parameter.data.copy_(value)
     if not parameter.requires_grad:
@@ -249,17 +248,6 @@ def _set_partition_of_master(parameter: Any, value: Tensor) -> None:
     own = value.flatten()[start : start + size]
     part[: own.numel()].copy_(own)
     safe_set_local_fp32_param(parameter, part)
-
-
-@contextmanager
-def _whole(parameters: list[Parameter], writer: int | None = None) -> Iterator[None]:
-    if not any(is_partitioned(parameter) for parameter in parameters):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=writer):
-        yield
 
 
 def _unpicklable(state: Mapping[str, Any], prefix: str = "") -> str | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_zero.errors import CheckpointError
 
@@ -119,10 +119,13 @@ def _refuse_empty(module: Module, prefix: str, keep_vars: bool) -> None:
 
 
 @contextmanager
-def initialised_by_transformers(*, enabled: bool) -> Iterator[None]:
+def initialised_by_transformers(
+    gather: Callable[[Sequence[Parameter]], AbstractContextManager[None]], *, enabled: bool
+) -> Iterator[None]:
     """Models built inside get the initial weights that their configs ask for, though their parameters are sharded.
 
     Args:
+        gather: A context in which parameters are whole, and after which all ranks keep rank 0's values.
         enabled: Whether parameters are sharded when they are made.
     """
     if not enabled or importlib.util.find_spec("transformers") is None:
@@ -130,5 +133,5 @@ def initialised_by_transformers(*, enabled: bool) -> Iterator[None]:
         return
     from lightning_zero._compat.transformers import gathering_initialisation
 
-    with gathering_initialisation():
+    with gathering_initialisation(gather):
         yield

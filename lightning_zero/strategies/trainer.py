@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from lightning_zero.config.sources import compose
 from lightning_zero.engine import initialize
 from lightning_zero.engine.accelerator import check_precision, select_accelerator
 from lightning_zero.engine.casting import EvaluationCast
-from lightning_zero.engine.partition import numel, restore_whole, whole_parameters
+from lightning_zero.engine.partition import gathered, numel, restore_whole, whole_parameters
 from lightning_zero.engine.session import EngineSession, end_session
 from lightning_zero.integrations.transformers import initialised_by_transformers, refuse_empty_saves
 from lightning_zero.strategies import checks
@@ -187,7 +188,7 @@ class ZeroStrategy(CheckpointedStrategy):
         enabled = self.zero_stage_3
         with (
             initialize.sharded_init(self.resolved.config, enabled=enabled, local_rank=self.local_rank),
-            initialised_by_transformers(enabled=enabled),
+            initialised_by_transformers(partial(gathered, writer=0), enabled=enabled),
         ):
             yield
 
