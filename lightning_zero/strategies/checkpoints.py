@@ -22,6 +22,7 @@ from lightning_zero.engine import state
 from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
 from lightning_zero.export.atomic import staged_folder
+from lightning_zero.export.keys import without_compile_prefix
 from lightning_zero.export.transformers_dir import write_module_file
 from lightning_zero.integrations.transformers import pretrained_models, save_configs
 from lightning_zero.strategies.weights_file import write_weights_file
@@ -129,7 +130,7 @@ def _publish(save: Save, module: Module) -> None:
             name, model = models[0]
             with staged_folder(save.root / TRANSFORMERS_FOLDER) as folder:
                 save_configs(model, folder)
-                write_module_file(folder, f"{name}." if name else "")
+                write_module_file(folder, without_compile_prefix(f"{name}.") if name else "")
         publish_save(save)
     except BaseException:
         abandon_save(save)

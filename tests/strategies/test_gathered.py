@@ -392,3 +392,24 @@ def test_other_weights_are_told(tmp_path: Path) -> None:
         runner.strategy.save_gathered_weights(tmp_path / "model")
     runner.strategy.save_gathered_weights(tmp_path / "all", module="")
     assert "head.weight" in read_folder(tmp_path / "all")[0]
+
+
+@ranks(1)
+def test_a_compiled_model(tmp_path: Path) -> None:
+    """A model inside `torch.compile` is found, and its names are its own, on both roads."""
+
+    class Compiled(Llama):
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = torch.compile(tiny_llama(), backend="eager")
+
+    module = Compiled()
+    runner = trainer(ZeroStrategy(stage=2), devices=1, epochs=1)
+    runner.fit(module, sentences())
+    runner.save_checkpoint(tmp_path / "run.ckpt")
+    consolidate(tmp_path / "run.ckpt", tmp_path / "consolidated")
+    for name in (None, "net"):
+        folder = tmp_path / str(name)
+        runner.strategy.save_gathered_weights(folder, module=name)
+        assert contents(folder) == contents(tmp_path / "consolidated")
+        assert "model.norm.weight" in read_folder(folder)[0]
