@@ -166,9 +166,7 @@ class CheckpointedStrategy(LaunchedStrategy):
             CheckpointError: Some rank could not write, or not all called; on all ranks, and nothing is left.
         """
         if self.lightning_module is None or not dist.is_initialized():
-            raise CheckpointError(
-                "save_gathered_weights needs a run. Call it inside or after one."
-            )
+            raise CheckpointError("save_gathered_weights needs a run. Call it inside or after one.")
         if self._interrupted:
             raise CheckpointError(f"{path} is not saved: this rank was interrupted, and the others may not be saving.")
         gathered.save_gathered(
