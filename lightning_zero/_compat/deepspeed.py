@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -246,6 +248,22 @@ def recording_writer(engine: DeepSpeedEngine) -> Iterator[list[BaseException]]:
         engine.checkpoint_engine = writer
 
 
+def forget_shared_memory() -> None:
+    """Takes the name of this rank's buffer for shared-memory collectives away, once all ranks have it. Collective.
+
+    ``shm_initialize`` (``csrc/cpu/comm/shm.cpp``) makes a buffer of 66 MB for each rank of a host on CPU. Its name
+    outlives a process that is killed, and with it the memory; without a name it ends with the last process that has it.
+    """
+    from deepspeed.comm import comm
+
+    if getattr(comm.cdb, "shm_comm_op", None) is None:
+        return
+    dist.barrier()
+    where = f"{os.environ.get('MASTER_ADDR', '')}_{os.environ.get('MASTER_PORT', '')}"
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{where}_{dist.get_rank()}"
+    Path("/dev", "shm", name).unlink(missing_ok=True)  # where glibc's shm_open keeps it
+
+
 def end_failed_save(engine: DeepSpeedEngine) -> None:
     """Does what ``save_checkpoint`` still owes the other ranks when it could not copy this rank's swap files.
 
@@ -277,6 +295,9 @@ class _Recording:
             return
         try:
             self._writer.save(state_dict, path)
-        # torch's zip writer raises RuntimeError for a full disk; pickle raises the others.
-        except (OSError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as failure:
+        except RuntimeError as failure:
+            if "inline_container" not in str(failure):
+                raise
+            self._failures.append(OSError(f"{path} could not be written, is the disk full? torch says: {failure}"))
+        except (OSError, pickle.PicklingError, AttributeError, TypeError) as failure:
             self._failures.append(failure)

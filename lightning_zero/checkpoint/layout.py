@@ -104,6 +104,15 @@ class CheckpointLocation:
         return self.root if self.tag is None else self.root / self.tag
 
     @property
+    def version(self) -> tuple[int, int] | None:
+        """Another value after every overwrite, although a tag's name may come back."""
+        try:
+            found = (self.root / LATEST if self.kind == "sharded" else self.root).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    @property
     def transformers_files(self) -> Path | None:
         """The folder in which a transformers ``config.json`` lies, or None."""
         home = self.root if self.root.is_dir() else self.root.parent

@@ -30,8 +30,8 @@ class Save:
 
     Args:
         path: The checkpoint.
-        root: The folder in which the tag's folder is to be written.
-        written: The name of the tag's folder while it is written.
+        root: The folder in which the tag's folder lies.
+        written: The name of the tag's folder while it is written; it exists.
         tag: Its name when it is whole.
         replaces: Whether ``path`` is a checkpoint folder already, so that ``root`` is ``path``.
     """
@@ -57,10 +57,9 @@ def begin_save(path: Path) -> Save:
         # Letters only, as in hidden names.
         new = f"{TAG}-{''.join(random.SystemRandom().choices(string.ascii_lowercase, k=12))}"
         save = Save(path, path, hidden_path(path).name, new if (path / TAG).exists() else TAG, replaces=True)
-        (path / save.written).mkdir()
     else:
         save = Save(path, hidden_path(path.parent), TAG, TAG, replaces=False)
-        save.root.mkdir()
+    (save.root / save.written).mkdir(parents=True)
     return save
 
 

@@ -92,15 +92,19 @@ def open_path(path: str | os.PathLike[str], tag: str | None = None) -> Source:
     Raises:
         CheckpointError: See :func:`~lightning_zero.checkpoint.layout.locate` and :func:`open_source`.
     """
-    location = locate(path, tag)
     while True:
+        location = locate(path, tag)
+        version = location.version
+        if locate(path, tag) != location:
+            continue
         try:
-            return open_source(location)
+            source = open_source(location)
         except (CheckpointError, OSError):
-            now = locate(path, tag)
-            if now == location:
+            if location.version == version:
                 raise
-            location = now
+        else:
+            if location.version == version:
+                return source
 
 
 def _open_sharded(location: CheckpointLocation) -> Source:

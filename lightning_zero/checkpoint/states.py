@@ -11,9 +11,9 @@ from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, CheckpointLocatio
 from lightning_zero.checkpoint.shards import ShardFile, TensorRef
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["SavedStates", "open_states"]
+__all__ = ["DEEPSPEED_KEYS", "SavedStates", "open_states"]
 
-_DEEPSPEED_KEYS = frozenset(
+DEEPSPEED_KEYS = frozenset(
     {
         *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
         *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
@@ -49,7 +49,7 @@ class SavedStates:
     def client_state(self) -> dict[str, Any]:
         """Lightning's part: every key of rank 0's model file that is neither DeepSpeed's nor ours."""
         return {
-            key: value for key, value in self.model[0].items() if key not in _DEEPSPEED_KEYS and key != CLIENT_STATE_KEY
+            key: value for key, value in self.model[0].items() if key not in DEEPSPEED_KEYS and key != CLIENT_STATE_KEY
         }
 
 

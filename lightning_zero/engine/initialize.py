@@ -15,7 +15,12 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero._compat.deepspeed import detach_engine, misread_gradients, reset_once_a_step
+from lightning_zero._compat.deepspeed import (
+    detach_engine,
+    forget_shared_memory,
+    misread_gradients,
+    reset_once_a_step,
+)
 from lightning_zero.engine.accelerator import environment
 from lightning_zero.engine.partition import restore_whole
 from lightning_zero.errors import ConfigError
@@ -36,6 +41,7 @@ def join_process_group(backend: str, local_rank: int, timeout: timedelta | None)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     with environment({"LOCAL_RANK": str(local_rank)}):
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    forget_shared_memory()
 
 
 def set_log_level(level: int) -> None:

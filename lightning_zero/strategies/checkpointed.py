@@ -57,6 +57,7 @@ class CheckpointedStrategy(LaunchedStrategy):
         if self._interrupted:
             rank_zero_warn(f"{filepath} is not saved: this rank was interrupted, and the others may not be saving.")
             return
+        checkpoints.meet(filepath)
         filepath = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
             assert self.lightning_module is not None

@@ -18,6 +18,7 @@ from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLD
 from lightning_zero.checkpoint.manifest import Manifest
 from lightning_zero.checkpoint.publish import Save, abandon_save, begin_save, publish_save
 from lightning_zero.checkpoint.source import open_path
+from lightning_zero.checkpoint.states import DEEPSPEED_KEYS
 from lightning_zero.engine import state
 from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
@@ -29,41 +30,36 @@ from lightning_zero.strategies.weights_file import write_weights_file
 
 T = TypeVar("T")
 
-# What DeepSpeed puts into a model file beside Lightning's state.
-_DEEPSPEED_KEYS = frozenset(
-    {
-        "buffer_names",
-        "data_sampler",
-        "dp_world_size",
-        "ds_config",
-        "ds_version",
-        "frozen_param_fragments",
-        "frozen_param_shapes",
-        "global_samples",
-        "global_steps",
-        "lr_scheduler",
-        "module",
-        "mp_world_size",
-        "optimizer",
-        "param_shapes",
-        "random_ltd",
-        "shared_params",
-        "skipped_steps",
-        "sparse_tensor_module_names",
-    }
-)
-
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was found and is whole, and the path that was given for it."""
+    """A checkpoint that was found and is whole, the path that was given for it, and its version at that moment."""
 
     path: str | PathLike[str]
     location: CheckpointLocation
     manifest: Manifest
+    version: tuple[int, int] | None
 
 
 # Saving
+
+
+def meet(path: str | PathLike[str]) -> None:
+    """Waits for all ranks before a save, since one on some of them alone would wait for ever. Collective.
+
+    Args:
+        path: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: The others do something else, or nothing within the strategy's timeout.
+    """
+    try:
+        dist.barrier()
+    except RuntimeError as failure:  # gloo's and NCCL's timeouts, and another collective of ranks that went on
+        raise CheckpointError(
+            f"saving {path} failed: the other ranks are not saving ({failure}). Call `trainer.save_checkpoint` on all "
+            "ranks, not under `if trainer.is_global_zero`."
+        ) from failure
 
 
 def save_sharded(
@@ -182,7 +178,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Opened:
 
     def look() -> Opened:
         source = open_path(path)
-        return Opened(path, source.location, source.manifest)
+        return Opened(path, source.location, source.manifest, source.location.version)
 
     return _on_rank_zero(look, f"loading {path}")
 
@@ -318,7 +314,7 @@ def _whole_weights(opened: Opened) -> Mapping[str, torch.Tensor]:
 
 def _sharded_state(opened: Opened) -> dict[str, Any]:
     content = _load(_model_file(opened.location), weights_only=False)
-    kept = {key: value for key, value in content.items() if key not in _DEEPSPEED_KEYS}
+    kept = {key: value for key, value in content.items() if key not in DEEPSPEED_KEYS}
     return {**kept, "state_dict": _whole_weights(opened)}
 
 
@@ -331,12 +327,13 @@ def _while_it_is_there(opened: Opened, read: Callable[[Opened], T]) -> T:
         except (CheckpointError, OSError) as failure:
             error = failure
         errors = state.all_errors(None if error is None else str(error))
-        if not errors:
-            return result
         now = open_checkpoint(opened.path)
-        if now.location == opened.location:
+        if now.version != opened.version:
+            opened = now
+        elif errors:
             raise CheckpointError(f"loading {opened.path} failed on rank {errors[0][0]}: {errors[0][1]}") from error
-        opened = now
+        else:
+            return result
 
 
 def _prefix(module: Module, shapes: Mapping[str, Any]) -> str:
