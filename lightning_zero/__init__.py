@@ -13,6 +13,7 @@ from lightning_zero.config.facts import RunFacts
 from lightning_zero.config.resolve import ResolvedConfig, resolve_config
 from lightning_zero.errors import CheckpointError, ConfigError, ZeroError
 from lightning_zero.strategies.environment import DeepSpeedEnvironment
+from lightning_zero.strategies.loading import load_from_checkpoint
 from lightning_zero.strategies.registry import register as _register
 from lightning_zero.strategies.trainer import ZeroStrategy
 
@@ -28,6 +29,7 @@ __all__ = [
     "ZeroStrategy",
     "consolidate",
     "inspect_checkpoint",
+    "load_from_checkpoint",
     "load_full_state_dict",
     "resolve_config",
     "verify_checkpoint",

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.precision.deepspeed import DeepSpeedPrecision as F
 from lightning.fabric.strategies.deepspeed import _validate_device_index_selection as validate_device_indices
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers as build_optimizers
+from lightning.pytorch.core.saving import _load_state as build_from_checkpoint
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.trainer.call import _call_lightning_module_hook as call_module_hook
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,6 +25,7 @@ __all__ = [
     "OVERRIDDEN",
     "DeepSpeedPrecision",
     "FabricDeepSpeedPrecision",
+    "build_from_checkpoint",
     "build_optimizers",
     "call_module_hook",
     "default_timeout",
