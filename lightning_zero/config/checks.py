@@ -9,7 +9,16 @@ from lightning_zero.config.dotted import MISSING, drop, get, is_auto, put
 from lightning_zero.config.keys import ALIASES, CLOSED_SECTIONS, KINDS, SECTIONS, known_keys, nearest
 from lightning_zero.config.values import read, same, show
 
-__all__ = ["DEVICES", "OFFLOADS", "STAGES", "canonicalise", "check_names", "check_shape", "check_zero"]
+__all__ = [
+    "DEVICES",
+    "OFFLOADS",
+    "STAGES",
+    "canonicalise",
+    "check_names",
+    "check_optimizer_params",
+    "check_shape",
+    "check_zero",
+]
 
 STAGES: Final = (0, 1, 2, 3)
 DEVICES: Final = ("none", "cpu", "nvme")
@@ -113,6 +122,43 @@ def check_names(values: Mapping[str, Any], label: str) -> tuple[list[str], list[
             else:
                 notes.append(f"{path}: {label} has it, and DeepSpeed lists no such key. It is passed on unchanged.")
     return lines, notes
+
+
+# What DeepSpeed's Adam and AdamW take, on the host and on the device, and what other programs call it.
+_ADAM_PARAMS: Final = frozenset(
+    [
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "bias_correction",
+        "amsgrad",
+        "adam_w_mode",
+        "torch_adam",
+        "foreach",
+        "fp32_optimizer_states",
+        "set_grad_none",
+    ]
+)
+_OTHER_NAMES: Final = {"learning_rate": "lr", "adam_epsilon": "eps", "epsilon": "eps", "decay": "weight_decay"}
+
+
+def check_optimizer_params(values: Mapping[str, Any], label: str) -> list[str]:
+    """A line for every parameter that DeepSpeed's Adam or AdamW would refuse with a bare TypeError."""
+    section, params = get(values, "optimizer"), get(values, "optimizer.params")
+    if not isinstance(section, Mapping) or not isinstance(params, Mapping):
+        return []
+    if str(section.get("type")).lower() not in ("adam", "adamw"):
+        return []
+    lines = []
+    for name in params:
+        if name not in _ADAM_PARAMS:
+            near = _OTHER_NAMES.get(name) or nearest(name, _ADAM_PARAMS, cutoff=0.6)
+            remedy = f'Write "{near}"' if near else f"Use {', '.join(sorted(_ADAM_PARAMS))}"
+            lines.append(
+                f"optimizer.params.{name}: {label} has it, and {section['type']} takes no such value. {remedy}."
+            )
+    return lines
 
 
 def check_zero(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:

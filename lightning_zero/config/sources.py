@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_zero.config.accelerate import is_accelerate, read_accelerate, read_environment
-from lightning_zero.config.checks import OFFLOADS, canonicalise, check_names, check_shape, check_zero
+from lightning_zero.config.checks import (
+    OFFLOADS,
+    canonicalise,
+    check_names,
+    check_optimizer_params,
+    check_shape,
+    check_zero,
+)
 from lightning_zero.config.dotted import MISSING, drop, get, is_auto, leaves, merge, plain, put
 from lightning_zero.config.facts import Fact
 from lightning_zero.config.keys import KINDS
@@ -158,7 +165,7 @@ def _check_sources(sources: list[_Source]) -> tuple[list[str], list[str]]:
     for source in sources:
         shape = check_shape(source.values, source.label)
         names, unknown = check_names(source.values, source.label)
-        lines += shape + names
+        lines += shape + names + check_optimizer_params(source.values, source.label)
         notes += unknown
         if not shape:
             lines += canonicalise(source.values, source.label)

@@ -206,7 +206,7 @@ def resume_sharded(session: EngineSession, opened: Opened, *, strict: bool, excl
     if saved != here:
         raise CheckpointError(
             f"{manifest.path} was saved at stage {saved[0]} by {saved[1]} ranks, and this run has stage {here[0]} and "
-            f"{here[1]}. Use the same stage and number of processes, or `trainer.strategy.load_weights(path)`."
+            f"{here[1]} ranks. Use the same stage and number of processes, or `trainer.strategy.load_weights(path)`."
         )
     shapes = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
     missing_frozen = exclude_frozen or bool(manifest.left_out)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_zero._compat.lightning import call_module_hook
+from lightning_zero._compat.lightning import build_optimizers, call_module_hook
 from lightning_zero.engine.optimizers import unsupported_reason
 from lightning_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+_ONE_OPTIMIZER = (
+    "configure_optimizers returned {}, and an engine has one optimizer and at most one scheduler. "
+    "Return one optimizer with several parameter groups."
+)
 
 
 def micro_batch_size(value: int | None) -> int | None:
@@ -64,21 +69,29 @@ def equal_batches(trainer: pl.Trainer) -> None:
         )
 
 
-def one_optimizer(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
-    """One optimizer that ZeRO can shard, at most one scheduler."""
+def optimizers_from_code(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """What ``configure_optimizers`` returns: one optimizer that ZeRO can shard, at most one scheduler.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    try:
+        optimizers, schedulers = build_optimizers(module)
+    except RuntimeError as refusal:  # Lightning's advice, manual optimization, would not help here
+        if "multiple optimizers" not in str(refusal):
+            raise
+        raise ConfigError(_ONE_OPTIMIZER.format("several optimizers")) from None
     if len(optimizers) == 1 and not optimizers[0].param_groups:  # what Lightning puts in the place of None
         raise ConfigError(
             "configure_optimizers returned None, and the config has no `optimizer` section. "
             "Return an optimizer, or describe it in the config."
         )
     if len(optimizers) != 1 or len(schedulers) > 1:
-        raise ConfigError(
-            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers, and an "
-            "engine has one optimizer and at most one scheduler. Return one optimizer with several parameter groups."
-        )
+        raise ConfigError(_ONE_OPTIMIZER.format(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"))
     reason = unsupported_reason(optimizers[0])
     if reason is not None:
         raise ConfigError(f"{type(optimizers[0]).__name__} does not work under ZeRO: {reason}. Use AdamW, Adam or SGD.")
+    return optimizers, schedulers
 
 
 def no_optimizer_from_code(module: pl.LightningModule) -> None:

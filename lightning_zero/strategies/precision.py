@@ -59,11 +59,6 @@ class ZeroPrecision(DeepSpeedPrecision):
     ) -> Any:
         result = closure()
         self._after_closure(model, optimizer)
-        if model.automatic_optimization and result is None:
-            raise ConfigError(
-                f"{type(model).__name__}.training_step returned None, and ranks that skip a backward pass leave the "
-                "others waiting. Return a loss that is zero for such a batch: `(output * 0).sum()`."
-            )
         assert self.window is not None
         self.step_applied = self.window.step()
         return result

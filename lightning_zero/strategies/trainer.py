@@ -32,6 +32,7 @@ from lightning_zero.engine.accelerator import check_precision, select_accelerato
 from lightning_zero.engine.casting import EvaluationCast
 from lightning_zero.engine.partition import gathered, numel, restore_whole, whole_parameters
 from lightning_zero.engine.session import EngineSession, end_session
+from lightning_zero.errors import ConfigError
 from lightning_zero.integrations.transformers import initialised_by_transformers, refuse_empty_saves
 from lightning_zero.strategies import checks
 from lightning_zero.strategies.checkpointed import CheckpointedStrategy
@@ -231,6 +232,17 @@ class ZeroStrategy(CheckpointedStrategy):
             yield
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None and self.lightning_module.automatic_optimization:
+            raise ConfigError(
+                f"{type(self.lightning_module).__name__}.training_step returned None, and a rank that skips a "
+                "backward pass leaves the others waiting. Return a loss of zero: `(output * 0).sum()`."
+            )
+        return output
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -347,8 +359,7 @@ class ZeroStrategy(CheckpointedStrategy):
         if self._run_config.has_optimizer_section:
             checks.no_optimizer_from_code(module)
             return None, []
-        optimizers, schedulers = _lightning.build_optimizers(module)
-        checks.one_optimizer(optimizers, schedulers)
+        optimizers, schedulers = checks.optimizers_from_code(module)
         return optimizers[0], schedulers
 
     def _setup_evaluation(self) -> None:

@@ -364,3 +364,14 @@ def test_a_text_that_is_no_path(text: str) -> None:
     (line,) = refused(text)
     assert line.startswith("config: is the text ")
     assert "is not there" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("learning_rate", 'Write "lr"'), ("weight_decya", 'Write "weight_decay"'), ("momentum", "Use adam_w_mode, ")],
+)
+def test_parameters_that_adam_does_not_take(name: str, remedy: str) -> None:
+    """A parameter that DeepSpeed's AdamW would refuse with a TypeError is named with the one to write."""
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, name: 0.1}}}
+    with pytest.raises(ConfigError, match=rf"optimizer\.params\.{name}: config has it.*{remedy}"):
+        compose(config)

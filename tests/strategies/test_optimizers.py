@@ -155,16 +155,20 @@ def test_unsupported_optimizers_are_refused() -> None:
         first, *rest = list(parameters)
         return [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
 
-    for make, message in ((two, "returned 2 optimizers"), (torch.optim.LBFGS, "LBFGS does not work under ZeRO")):
+    for make, automatic, message in (
+        (two, True, "returned several optimizers.*one optimizer with several parameter groups"),
+        (two, False, "returned 2 optimizers.*one optimizer with several parameter groups"),
+        (torch.optim.LBFGS, True, "LBFGS does not work under ZeRO"),
+    ):
         module = Returns(make)
-        module.automatic_optimization = make is not two
+        module.automatic_optimization = automatic
         with pytest.raises(ConfigError, match=message):
             trainer(ZeroStrategy(), devices=1).fit(module, loader(ranks=1))
         assert module.losses == []
 
 
-@ranks(1)
-def test_training_step_that_returns_none_is_refused() -> None:
+@ranks(1, 2)
+def test_training_step_that_returns_none_is_refused(world_size: int) -> None:
     """O6: a training step without a loss gets an error that shows what to return instead."""
 
     class Nothing(Regression):
@@ -172,7 +176,7 @@ def test_training_step_that_returns_none_is_refused() -> None:
             return None
 
     with pytest.raises(ConfigError, match=r"returned None.*\.sum\(\)"):
-        trainer(ZeroStrategy(), devices=1).fit(Nothing(), loader(ranks=1))
+        trainer(ZeroStrategy(), devices=world_size).fit(Nothing(), loader(ranks=world_size))
 
 
 @ranks(1)
