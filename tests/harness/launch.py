@@ -148,8 +148,8 @@ def _rank_variables(world_size: int, extra: Mapping[str, str]) -> list[dict[str,
 
 
 def _free_shared_memory(port: str) -> None:
-    """Deletes the buffers of 66 MB that DeepSpeed's collectives on CPU leave when a rank ends without destroying them."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # noqa: S108  # not ours to choose
+    """Deletes the buffers of 66 MB that DeepSpeed's CPU collectives leave when a rank just ends."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         buffer.unlink(missing_ok=True)
 
 
