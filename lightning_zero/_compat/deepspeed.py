@@ -248,6 +248,25 @@ def recording_writer(engine: DeepSpeedEngine) -> Iterator[list[BaseException]]:
         engine.checkpoint_engine = writer
 
 
+def unknown_swap_files(engine: DeepSpeedEngine, folder: Path) -> list[str]:
+    """Swap files that this rank would read from a checkpoint and that are not there, by name.
+
+    ``load_checkpoint`` copies the checkpoint's swap files beside the engine's and says nothing when their names differ,
+    so that the initial weights stay. Names come from ``ds_id``, which counts all parameters that a process has made.
+
+    Args:
+        engine: The engine that is to load.
+        folder: The checkpoint's tag folder.
+    """
+    optimizer = engine.optimizer
+    if not getattr(optimizer, "swap_optimizer", False):
+        return []
+    groups = enumerate(optimizer.fp32_partitioned_groups_flat)
+    names = [f"{flat.ds_id}.tensor.swp" for group, flat in groups if optimizer._swappable_optimizer_subgroup(group)]
+    there = folder / "offloaded_tensors" / f"rank{dist.get_rank():02d}"
+    return [name for name in names if not (there / name).is_file()]
+
+
 def forget_shared_memory() -> None:
     """Takes the name of this rank's buffer for shared-memory collectives away, once all ranks have it. Collective.
 

@@ -69,20 +69,16 @@ def publish_save(save: Save) -> None:
     Args:
         save: What :func:`begin_save` returned, with every file written.
     """
-    folder = save.root / save.written
-    sync(folder)
     if save.replaces:
         before = _current_tag(save.path)
-        folder.rename(save.root / save.tag)
-        sync(save.root)
+        (save.root / save.written).rename(save.root / save.tag)
         staged = hidden_path(save.root)
         write_text(staged, save.tag)
         staged.replace(save.root / LATEST)
-        sync(save.root)
+        sync(save.root)  # before the old tag goes
         _delete_old_tags(save, before)
         return
     write_text(save.root / LATEST, save.tag)
-    sync(save.root)
     if save.path.is_symlink() or save.path.exists():  # a link or a single file of this name: the folder takes its place
         aside = hidden_path(save.path.parent)
         save.path.rename(aside)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_zero._compat.deepspeed import end_failed_save, recording_writer
+from lightning_zero._compat.deepspeed import end_failed_save, recording_writer, unknown_swap_files
 from lightning_zero.engine.partition import gathered, is_partitioned
 from lightning_zero.errors import CheckpointError
 
@@ -77,7 +77,16 @@ def load_shards(engine: DeepSpeedEngine, folder: Path, tag: str) -> dict[str, An
 
     Returns:
         Lightning's part of the checkpoint.
+
+    Raises:
+        CheckpointError: Its swap files are of parameters with other numbers than the engine's.
     """
+    names = unknown_swap_files(engine, folder / tag)
+    if all_errors(names[0] if names else None):
+        raise CheckpointError(
+            f"{folder} was saved with NVMe offload by a process whose parameters had other numbers, which DeepSpeed "
+            "gives in the order in which a process makes them. Resume in a new process, before any other model is made."
+        )
     _, client_state = engine.load_checkpoint(
         str(folder), tag=tag, load_module_strict=False, load_lr_scheduler_states=False
     )

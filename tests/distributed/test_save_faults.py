@@ -187,15 +187,31 @@ class Wide(Regression):
 
 @pytest.mark.usefixtures("nvme_ops")
 def test_swap_files_are_saved_twice(tmp_path: Path) -> None:
-    """C9: with NVMe offload a checkpoint can be overwritten, and a disk that is full for a swap file is an error."""
-    run_ranks(save_swap_files, 2, tmp_path, timeout=180)
+    """C9: with NVMe offload a checkpoint can be overwritten, a disk that is full for a swap file is an error, and a new
+    process goes on from it; one that has made other parameters, whose swap files are named otherwise, is refused.
+    """
+    saved = run_ranks(save_swap_files, 2, tmp_path, timeout=180)[0]
+    assert largest_difference(run_ranks(resume_swap_files, 2, tmp_path, timeout=180)[0], saved) == 0
 
 
-def save_swap_files(folder: Path) -> None:
+def resume_swap_files(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / "runs" / "last.ckpt"
+    for module in (Wide("sgd"), Wide("sgd")):
+        runner = trainer(ZeroStrategy(stage=3, offload_optimizer="nvme", nvme_path=folder / "swap"), epochs=1)
+        if torch.distributed.is_initialized():
+            with pytest.raises(CheckpointError, match=r"other numbers.*Resume in a new process"):
+                runner.fit(module, loader(batches=2), ckpt_path=path)
+        else:
+            runner.fit(module, loader(batches=2), ckpt_path=path)
+            weights = whole_weights(module)
+    return weights
+
+
+def save_swap_files(folder: Path) -> dict[str, torch.Tensor]:
     swap = folder / "swap"
     swap.mkdir(exist_ok=True)
     module = Wide("sgd")
-    runner = trainer(ZeroStrategy(preset="zero3_nvme", nvme_path=swap), epochs=1)
+    runner = trainer(ZeroStrategy(stage=3, offload_optimizer="nvme", nvme_path=swap), epochs=1)
     runner.fit(module, loader(batches=2))
     path = folder / "runs" / "last.ckpt"
     tags = []
@@ -209,7 +225,9 @@ def save_swap_files(folder: Path) -> None:
     manifest = verify_checkpoint(path, deep=True)
     assert {file.rank for file in manifest.files if file.role == "offloaded"} == {0, 1}
     assert [entry.name for entry in path.iterdir() if entry.is_dir()] == [tags[1]]
-    assert largest_difference(dict(load_full_state_dict(path)), whole_weights(module)) == 0
+    weights = whole_weights(module)
+    assert largest_difference(dict(load_full_state_dict(path)), weights) == 0
+    return weights
 
 
 def save_for_world(path: Path) -> dict[str, torch.Tensor]:
