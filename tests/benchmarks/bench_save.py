@@ -1,6 +1,6 @@
 """Saves a live engine's checkpoint with ours and with DeepSpeed's ``save_checkpoint``, in turns: seconds, bytes.
 
-    python tests/benchmarks/bench_save.py --millions 30 --stage 3 --rounds 9
+    python -m tests.benchmarks.bench_save --millions 30 --stage 3 --rounds 9
 
 All turns run on the same engine in the same processes; seconds are those of the slowest rank. ``new`` is a fresh
 folder, ``over`` overwrites one, which DeepSpeed does in place and ours does beside it.

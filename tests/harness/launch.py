@@ -124,7 +124,6 @@ def collect_outcomes(
             _dump_stacks(hung, processes, files)
         finally:
             _end(processes)
-            _free_shared_memory(variables[0]["MASTER_PORT"])
             for link in links:
                 link.close()
             _free_shared_memory(variables[0]["MASTER_PORT"])
@@ -221,12 +220,6 @@ def _end(processes: Sequence[ForkServerProcess]) -> None:
             _signal_session(process.pid)
             process.kill()  # a rank that had not yet come to its own session
             process.join()
-
-
-def _free_shared_memory(port: str) -> None:
-    """Deletes DeepSpeed's buffers of 66 MB for each rank, which outlive ranks that end without its finaliser."""
-    for buffer in Path("/dev", "shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        buffer.unlink(missing_ok=True)
 
 
 def _signal_session(pid: int) -> None:
