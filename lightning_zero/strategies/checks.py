@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -51,6 +52,16 @@ def callbacks(trainer: pl.Trainer) -> None:
                     f"{type(callback).__name__} does not work under ZeRO: {reasons[base.__name__]}. "
                     "Remove it from Trainer(callbacks=...)."
                 )
+
+
+def checkpoint_writer(config: Mapping[str, Any]) -> None:
+    """Refuses a writer that goes on after a save has returned: nobody could tell when the checkpoint is whole."""
+    writer = (config.get("checkpoint") or {}).get("writer") or {}
+    if writer.get("decoupled"):
+        raise ConfigError(
+            "checkpoint.writer.decoupled: a checkpoint gets its name when it is whole, which this writer never tells. "
+            "Leave it out."
+        )
 
 
 def equal_batches(trainer: pl.Trainer) -> None:

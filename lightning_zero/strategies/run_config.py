@@ -75,6 +75,7 @@ class RunConfig:
         resolved = resolve_config(self._sources, facts, final=facts.purpose == "evaluate")
         if facts.purpose == "fit":
             checks.callbacks(trainer)
+            checks.checkpoint_writer(resolved.config)
         ops.refuse_missing(resolved.config, trainer.strategy.root_device.type)
         self._take(resolved)
 

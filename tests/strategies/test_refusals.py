@@ -61,6 +61,16 @@ def test_callbacks_that_zero_cannot_serve() -> None:
 
 
 @ranks(1)
+def test_decoupled_writer() -> None:
+    """A writer of checkpoints that goes on after the save is refused before the model is built."""
+    module = Regression()
+    strategy = ZeroStrategy(config={"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}})
+    with pytest.raises(ConfigError, match=r"checkpoint\.writer\.decoupled"):
+        trainer(strategy, devices=1).fit(module, loader(ranks=1))
+    assert module.net is None
+
+
+@ranks(1)
 def test_overridden_backward() -> None:
     """A module that overrides ``backward`` is told that the engine runs it."""
 
