@@ -185,12 +185,6 @@ def _clear_stage_3(optimizer: Any) -> None:
                 partition.grad.zero_()
 
 
-def gradient_norm(engine: DeepSpeedEngine) -> float | None:
-    """Global gradient norm of the last update before clipping, or ``None`` before the first."""
-    norm = engine.get_global_grad_norm()
-    return None if norm is None else float(norm)
-
-
 # Direct I/O moves whole blocks of this many bytes, from and to addresses that are multiples of it.
 _IO_BLOCK = 512
 

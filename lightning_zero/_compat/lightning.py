@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout as default_timeout
-from lightning.fabric.plugins.precision.deepspeed import DeepSpeedPrecision as FabricDeepSpeedPrecision
 from lightning.fabric.strategies.deepspeed import _validate_device_index_selection as validate_device_indices
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers as build_optimizers
@@ -14,7 +13,6 @@ from lightning.pytorch.core.saving import _load_state as build_from_checkpoint
 from lightning.pytorch.plugins.precision.deepspeed import DeepSpeedPrecision
 from lightning.pytorch.trainer.call import _call_lightning_module_hook as call_module_hook
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -24,7 +22,6 @@ __all__ = [
     "IS_INTERACTIVE",
     "OVERRIDDEN",
     "DeepSpeedPrecision",
-    "FabricDeepSpeedPrecision",
     "build_from_checkpoint",
     "build_optimizers",
     "call_module_hook",
@@ -33,8 +30,6 @@ __all__ = [
     "draw_as_a_new_iterator",
     "epoch_has_ended",
     "is_overridden",
-    "lightning_getattr",
-    "lightning_hasattr",
     "loaders_are_to_be_made",
     "loaders_from_hook",
     "loaders_passed_to_fit",

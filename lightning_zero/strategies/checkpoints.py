@@ -76,7 +76,6 @@ def save_sharded(
     Raises:
         CheckpointError: Some rank could not write; nothing of it is left, and what was there before is there still.
     """
-    _meet(path)
     client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     client[CLIENT_STATE_KEY] = {**client.get(CLIENT_STATE_KEY, {}), "rng": state.rng_states()}
     save = _on_rank_zero(lambda: begin_save(local_path(path)), f"saving {path}")
@@ -102,21 +101,9 @@ def save_weights(
     Raises:
         CheckpointError: The file could not be written; what was there before is there still.
     """
-    _meet(path)
     errors = state.all_errors(write_weights_file(module, checkpoint, local_path(path), masters))
     if errors:
         raise CheckpointError(f"saving {path} failed: {errors[0][1]}. What was there before is untouched.")
-
-
-def _meet(path: str | PathLike[str]) -> None:
-    """Waits for all ranks before anything is written, since a save on some of them alone would wait for ever."""
-    try:
-        dist.barrier()
-    except RuntimeError as failure:  # gloo's and NCCL's timeouts, and another collective of ranks that went on
-        raise CheckpointError(
-            f"saving {path} failed: the other ranks are not saving ({failure}). Call `trainer.save_checkpoint` on all "
-            "ranks, not under `if trainer.is_global_zero`."
-        ) from failure
 
 
 def _publish(save: Save, module: Module) -> None:

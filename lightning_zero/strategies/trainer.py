@@ -40,8 +40,6 @@ from lightning_zero.strategies.precision import ZeroPrecision
 from lightning_zero.strategies.run_config import RunConfig
 from lightning_zero.strategies.skipping import SkippedUpdate
 
-_log = logging.getLogger(__name__)
-
 
 class ZeroStrategy(CheckpointedStrategy):
     """Trains with DeepSpeed ZeRO, on CPU (gloo) and on CUDA.
@@ -117,7 +115,6 @@ class ZeroStrategy(CheckpointedStrategy):
         self._logging_level = logging_level
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.load_full_weights = False  # read by the parent's load methods
-        self.remote_device = None
         self._session: EngineSession | None = None
         self._skipped = SkippedUpdate()
         self._cast: EvaluationCast | None = None

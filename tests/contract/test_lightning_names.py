@@ -202,21 +202,6 @@ def test_overridden_backward_is_seen() -> None:
     assert not compat.is_overridden("backward", BoringModel())
 
 
-def test_attribute_is_found_on_module_and_hyperparameters() -> None:
-    """`lightning_hasattr` and `lightning_getattr` look at the module and at its hyper-parameters."""
-
-    class WithRate(BoringModel):
-        def __init__(self, lr: float) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.eps = 1e-5
-
-    module = WithRate(0.25)
-    assert compat.lightning_getattr(module, "lr") == 0.25
-    assert compat.lightning_getattr(module, "eps") == 1e-5
-    assert not compat.lightning_hasattr(module, "learning_rate")
-
-
 def test_device_indices_are_checked() -> None:
     """`_validate_device_index_selection` refuses devices that do not count from zero, as DeepSpeed needs them."""
     compat.validate_device_indices([torch.device("cuda", 0), torch.device("cuda", 1)])
@@ -240,4 +225,3 @@ def test_precision_plugin_knows_its_type(precision: Any) -> None:
     assert plugin._desired_dtype == types[precision.partition("-")[0]]
     assert ZeroPrecision(precision).weights_dtype == plugin._desired_dtype
     assert issubclass(compat.DeepSpeedPrecision, L.pytorch.plugins.Precision)
-    assert compat.FabricDeepSpeedPrecision(precision).precision == precision

@@ -14,7 +14,6 @@ COMPAT = Path(__file__).parents[2] / "lightning_zero" / "_compat"
 # What `_compat` imports under a private name, or from where nothing is documented.
 IMPORTED = [
     ("lightning.fabric.plugins.collectives.torch_collective", "default_pg_timeout"),
-    ("lightning.fabric.plugins.precision.deepspeed", "DeepSpeedPrecision"),
     ("lightning.fabric.strategies.deepspeed", "_validate_device_index_selection"),
     ("lightning.fabric.utilities.imports", "_IS_INTERACTIVE"),
     ("lightning.pytorch.core.optimizer", "_init_optimizers_and_lr_schedulers"),
@@ -23,8 +22,6 @@ IMPORTED = [
     ("lightning.pytorch.trainer.call", "_call_lightning_module_hook"),
     ("lightning.pytorch.utilities.combined_loader", "CombinedLoader"),
     ("lightning.pytorch.utilities.model_helpers", "is_overridden"),
-    ("lightning.pytorch.utilities.parsing", "lightning_getattr"),
-    ("lightning.pytorch.utilities.parsing", "lightning_hasattr"),
     ("deepspeed.accelerator", "get_accelerator"),
     ("deepspeed.comm", "comm"),
     ("deepspeed.git_version_info", "accelerator_name"),
