@@ -8,9 +8,10 @@ from typing_extensions import override
 
 from lightning_zero._compat import lightning as _lightning
 from lightning_zero.config.resolve import ResolvedConfig
-from lightning_zero.engine import initialize, ops
+from lightning_zero.engine import initialize
 from lightning_zero.errors import ConfigError
 from lightning_zero.strategies.environment import recognise
+from lightning_zero.strategies.starting import build_ops
 
 
 class LaunchedStrategy(DeepSpeedStrategy):
@@ -46,9 +47,8 @@ class LaunchedStrategy(DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        if self.root_device.type == "cuda":
-            assert self.parallel_devices is not None
-            _lightning.validate_device_indices(self.parallel_devices)
-        ops.build_ops(ops.required_ops(self.resolved.config, self.root_device.type), local_rank=self.local_rank)
+        build_ops(
+            self.resolved.config, device=self.root_device, devices=self.parallel_devices, local_rank=self.local_rank
+        )
         super(DeepSpeedStrategy, self).setup_distributed()
         initialize.join_process_group(self._get_process_group_backend(), self.local_rank, self._timeout)

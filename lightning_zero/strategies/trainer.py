@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -30,15 +28,20 @@ from lightning_zero.config.sources import compose
 from lightning_zero.engine import initialize
 from lightning_zero.engine.accelerator import check_precision, select_accelerator
 from lightning_zero.engine.casting import EvaluationCast
-from lightning_zero.engine.partition import gathered, numel, restore_whole, whole_parameters
-from lightning_zero.engine.session import EngineSession, end_session
+from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import ConfigError
-from lightning_zero.integrations.transformers import initialised_by_transformers, refuse_empty_saves
-from lightning_zero.strategies import checks
+from lightning_zero.strategies import checks, preemption
 from lightning_zero.strategies.checkpointed import CheckpointedStrategy
 from lightning_zero.strategies.precision import ZeroPrecision
 from lightning_zero.strategies.run_config import RunConfig
 from lightning_zero.strategies.skipping import SkippedUpdate
+from lightning_zero.strategies.starting import (
+    built_sharded,
+    make_whole,
+    settle_parameters,
+    start_evaluation,
+    start_training,
+)
 
 
 class ZeroStrategy(CheckpointedStrategy):
@@ -183,11 +186,7 @@ class ZeroStrategy(CheckpointedStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        enabled = self.zero_stage_3
-        with (
-            initialize.sharded_init(self.resolved.config, enabled=enabled, local_rank=self.local_rank),
-            initialised_by_transformers(partial(gathered, writer=0), enabled=enabled),
-        ):
+        with built_sharded(self.resolved.config, local_rank=self.local_rank):
             yield
 
     @override
@@ -322,10 +321,10 @@ class ZeroStrategy(CheckpointedStrategy):
     def _setup_training(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        if self.zero_stage_3:
-            self._warn_of_whole_parameters(module)
-        else:
-            self._make_whole(module)
+        settle_parameters(
+            module, self.resolved.config, remedy="Build the model in `configure_model` instead of `__init__`."
+        )
+        preemption.watch(trainer)
         self.precision_plugin.convert_module(module)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
@@ -334,23 +333,20 @@ class ZeroStrategy(CheckpointedStrategy):
         self.config = self.resolved.config
         # With the flag set, the loop calls `clip_gradients` for every update, or a user's hook decides not to.
         clipping = 0.0 if trainer.gradient_clip_val is not None else float(self.resolved.config["gradient_clipping"])
-        self._session = self._start(module, optimizer=optimizer, clipping=clipping)
-        if self._session.swapped:
-            name = type(optimizer).__name__
-            rank_zero_info(f"{name} is replaced by DeepSpeed's CPU Adam over the same parameter groups.")
+        self._session = start_training(
+            module,
+            self.resolved.config,
+            device=self.root_device,
+            local_rank=self.local_rank,
+            optimizer=optimizer,
+            clipping=clipping,
+        )
         self.model = self._session.engine
         self._precision.window = self._session.window
         self.optimizers = [self._session.optimizer]
         scheduler = self._session.take_scheduler()
         self.lr_scheduler_configs = schedulers if scheduler is None else [LRSchedulerConfig(scheduler, interval="step")]
         self.setup_precision_plugin()
-
-    def _start(self, module: Module, **kwargs: Any) -> EngineSession:
-        if self.zero_stage_3:
-            refuse_empty_saves(module)
-        return EngineSession(
-            module, self.resolved.config, device=self.root_device, local_rank=self.local_rank, **kwargs
-        )
 
     def _build_optimizer(self, module: pl.LightningModule) -> tuple[Optimizer | None, list[LRSchedulerConfig]]:
         if self._run_config.has_optimizer_section:
@@ -363,26 +359,12 @@ class ZeroStrategy(CheckpointedStrategy):
         module = self.lightning_module
         assert module is not None
         if not self.zero_stage_3:
-            self._make_whole(module)
+            make_whole(module)
         self.precision_plugin.convert_module(module)
         if not self.zero_stage_3:
             self._cast = EvaluationCast(module)
             return
-        self._session = self._start(module, evaluate=True)
-        self.model = self._session.engine
-
-    def _make_whole(self, module: Module) -> None:
-        """Below stage 3, parameters that an earlier stage-3 run has sharded must be whole."""
-        if len(whole_parameters(module)) < len(list(module.parameters())):
-            end_session(module)
-            restore_whole(module)
-
-    def _warn_of_whole_parameters(self, module: pl.LightningModule) -> None:
-        names = whole_parameters(module)
-        if not names:
-            return
-        whole = sum(numel(p) for name, p in module.named_parameters() if name in names)
-        rank_zero_warn(
-            f"{whole:,} parameters of {type(module).__name__} exist whole on every rank before stage 3 starts, which "
-            "saves no memory while the model is built. Build the model in `configure_model` instead of `__init__`."
+        self._session = start_evaluation(
+            module, self.resolved.config, device=self.root_device, local_rank=self.local_rank
         )
+        self.model = self._session.engine
