@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,16 @@ __all__ = [
     "discount_update",
     "draw_as_a_new_iterator",
     "epoch_has_ended",
+    "handlers_before_run",
+    "hpc_save_path",
     "is_overridden",
     "loaders_are_to_be_made",
     "loaders_from_hook",
     "loaders_passed_to_fit",
     "release_optimizers",
     "remake_loaders",
+    "save_and_requeue",
+    "stop_as_terminated",
     "validate_device_indices",
 ]
 
@@ -141,3 +146,27 @@ def draw_as_a_new_iterator(trainer: pl.Trainer) -> None:
     loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
     if loop._data_fetcher is not None and not any(hasattr(loader, "load_state_dict") for loader in loaders):
         iter(loop._data_fetcher)
+
+
+def handlers_before_run(trainer: pl.Trainer) -> dict[int, Any]:
+    """The signal handlers that were set when the run began, before Lightning put its own in their place."""
+    return dict(trainer._signal_connector._original_handlers)
+
+
+def hpc_save_path(trainer: pl.Trainer) -> str:
+    """Where a run that SLURM starts again looks for its checkpoint."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def save_and_requeue(trainer: pl.Trainer) -> None:
+    """Saves a checkpoint for a run that SLURM is to start again, and asks SLURM to do so. Collective.
+
+    Lightning does it in a signal handler, wherever the rank was interrupted; here it is called between two updates.
+    """
+    connector = trainer._signal_connector
+    connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]  # the frame is not looked at
+
+
+def stop_as_terminated(trainer: pl.Trainer) -> None:
+    """Lets the loops raise ``SIGTERMException`` where they look for it next, as after a SIGTERM to this rank."""
+    trainer._signal_connector.received_sigterm = True

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_zero._compat import lightning as compat
@@ -225,3 +229,38 @@ def test_precision_plugin_knows_its_type(precision: Any) -> None:
     assert plugin._desired_dtype == types[precision.partition("-")[0]]
     assert ZeroPrecision(precision).weights_dtype == plugin._desired_dtype
     assert issubclass(compat.DeepSpeedPrecision, L.pytorch.plugins.Precision)
+
+
+def test_run_stops_as_after_a_sigterm() -> None:
+    """`_signal_connector.received_sigterm` makes the loop raise; `_original_handlers` are those from before the run."""
+
+    def own(number: int, frame: Any) -> None:
+        raise AssertionError("nobody sends a signal")
+
+    handlers = At("on_train_start", compat.handlers_before_run)
+    stop = At("on_train_batch_end", compat.stop_as_terminated)
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(SIGTERMException):
+            fitted(BoringModel(), handlers, stop)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert handlers.answers[0][signal.SIGTERM] is own
+    assert len(stop.answers) == 1
+
+
+def test_slurm_checkpoint_is_saved_before_the_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_slurm_sigusr_handler_fn` saves where `_checkpoint_connector.hpc_save_path` says, and calls `scontrol`."""
+    calls = tmp_path / "calls"
+    command = tmp_path / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" > {calls}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.chdir(tmp_path)
+    trainer = fitted(BoringModel())
+    path = Path(compat.hpc_save_path(trainer))
+    assert not path.exists()
+    compat.save_and_requeue(trainer)
+    assert path.is_file()
+    assert calls.read_text() == "requeue 42\n"

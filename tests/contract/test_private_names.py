@@ -34,11 +34,15 @@ IMPORTED = [
 
 # Private attributes that `_compat` reads or sets -> the module of this folder that holds them to their meaning.
 ATTRIBUTES = {
+    "_checkpoint_connector": "test_lightning_names",
     "_combined_loader": "test_lightning_names",
     "_combined_loader_states_to_load": "test_lightning_names",
     "_data_fetcher": "test_lightning_names",
     "_data_source": "test_lightning_names",
+    "_original_handlers": "test_lightning_names",
     "_reset_optimizers_and_schedulers": "test_lightning_names",
+    "_signal_connector": "test_lightning_names",
+    "_slurm_sigusr_handler_fn": "test_lightning_names",
     "_config": "test_deepspeed_names",
     "_hp_mapping": "test_deepspeed_names",
     "_in_forward": "test_deepspeed_names",
