@@ -62,6 +62,26 @@ def restore_parameter_dicts(module: Module) -> None:
         vars(child).pop("_original_parameters", None)
 
 
+@contextmanager
+def suspended_init() -> Iterator[None]:
+    """``zero.Init`` does nothing to what is built inside, and goes on afterwards.
+
+    DeepSpeed has the two halves, ``shutdown_init_context`` and ``restore_init_context``, for the same end: an engine
+    started inside ``zero.Init``. The second patches once more what was never unpatched, hence the look at ``patched``.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    active = partition_parameters.top_level_context
+    if active is None or not active.patched:
+        yield
+        return
+    partition_parameters.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition_parameters.restore_init_context()
+
+
 def detach_engine(engine: DeepSpeedEngine) -> None:
     """Cuts what keeps an ended engine and its buffers alive: parameters and the module refer to its optimizer.
 
@@ -140,6 +160,21 @@ def begin_backward(engine: DeepSpeedEngine) -> None:
     """
     if hasattr(engine.optimizer, "clear_backward_seen_flag"):
         engine.optimizer.clear_backward_seen_flag()
+
+
+def allow_foreign_backward(engine: DeepSpeedEngine) -> None:
+    """Lets gradients reach an engine at stage 0 by another engine's backward pass.
+
+    Its outputs refuse that, since ``_backward_epilogue`` would have to follow to reduce gradients at the boundary. With
+    ``managed_gradient_accumulation`` off, ``step`` reduces them. Loss scaling is each engine's own, so fp16 stays out.
+    """
+    if not engine.zero_optimization() and not engine.fp16_enabled() and not engine.managed_gradient_accumulation():
+        engine._support_torch_style_backward = True
+
+
+def keeps_gradient_norm(engine: DeepSpeedEngine) -> bool:
+    """Whether ``get_global_grad_norm`` tells the norm before clipping; at stage 0 in fp32, the engine forgets it."""
+    return bool(engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
 
 
 def clear_gradients(engine: DeepSpeedEngine) -> None:

@@ -18,7 +18,8 @@ def gathering_initialisation(gather: Gather) -> Iterator[None]:
 
     Under ``zero.Init`` a parameter is sharded as soon as its module has been made, and the initialisation that a model
     runs at the end of its own constructor would fill empty tensors: torch's defaults would stay, without a word. Rank 0
-    fills, the others take its numbers; all draw the same ones, so that their generators stay in step.
+    fills, the others take its numbers; all draw the same ones, so that their generators stay in step. What a checkpoint
+    has filled (``_is_hf_initialized``) is not gathered: nothing is drawn for it.
 
     Args:
         gather: A context in which parameters are whole, and after which all ranks keep rank 0's values.
@@ -49,5 +50,5 @@ def _apply(module: Module, fill: Callable[[Module, bool], None], custom: bool, g
     for child in children:
         if not isinstance(child, PreTrainedModel):
             parameters.extend(child.parameters(recurse=False))
-    with gather(parameters):
+    with gather([parameter for parameter in parameters if not getattr(parameter, "_is_hf_initialized", False)]):
         fill(module, custom)

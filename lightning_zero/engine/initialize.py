@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lightning_zero._compat.deepspeed import (
     forget_shared_memory,
     misread_gradients,
     reset_once_a_step,
+    suspended_init,
 )
 from lightning_zero.engine.accelerator import environment
 from lightning_zero.engine.partition import restore_whole
@@ -59,6 +61,16 @@ def sharded_init(config: Mapping[str, Any], *, enabled: bool, local_rank: int) -
 
     visible = {**_EVALUATION_BATCH, **copy.deepcopy(dict(config))}
     with environment({"LOCAL_RANK": str(local_rank)}), deepspeed.zero.Init(config_dict_or_path=visible):
+        yield
+
+
+@contextmanager
+def whole_init() -> Iterator[None]:
+    """Inside :func:`sharded_init`, parameters made in this context are whole after all; elsewhere nothing happens."""
+    if "deepspeed" not in sys.modules:
+        yield
+        return
+    with suspended_init():
         yield
 
 

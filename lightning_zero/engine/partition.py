@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch.nn import Module, Parameter
 
 from lightning_zero._compat.deepspeed import forget_partitioning, restore_parameter_dicts
@@ -23,6 +24,11 @@ def whole_parameters(module: Module) -> set[str]:
 def numel(parameter: Parameter) -> int:
     """Number of elements of the whole parameter, however much of it this rank holds."""
     return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()  # type: ignore[attr-defined]
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size | None:
+    """Shape of a sharded parameter when it is whole; ``None`` for any other tensor, which has its own."""
+    return torch.Size(tensor.ds_shape) if is_partitioned(tensor) else None  # type: ignore[arg-type, attr-defined]
 
 
 @contextmanager
@@ -59,3 +65,16 @@ def restore_whole(module: Module, names: set[str] | None = None) -> None:
         forget_partitioning(parameter)
         parameter.data = whole
     restore_parameter_dicts(module)
+
+
+def shard_like_the_rest(module: Module) -> None:
+    """Shards the whole parameters of a module as its sharded ones are, with rank 0's values. Collective.
+
+    Args:
+        module: A module built under ``zero.Init``; one without any sharded parameter stays whole.
+    """
+    parameters = list(module.parameters())
+    whole = [parameter for parameter in parameters if not is_partitioned(parameter)]
+    sharded = next((parameter for parameter in parameters if is_partitioned(parameter)), None)
+    if whole and sharded is not None:
+        sharded.convert_to_zero_parameters(param_list=whole)  # type: ignore[attr-defined]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.errors import CheckpointError
@@ -118,20 +120,91 @@ def _refuse_empty(module: Module, prefix: str, keep_vars: bool) -> None:
             )
 
 
-@contextmanager
-def initialised_by_transformers(
-    gather: Callable[[Sequence[Parameter]], AbstractContextManager[None]], *, enabled: bool
-) -> Iterator[None]:
-    """Models built inside get the initial weights that their configs ask for, though their parameters are sharded.
+class Zero3Marker:
+    """Tells transformers that parameters are sharded, inside :meth:`shown` and nowhere else.
+
+    ``from_pretrained`` then fills shards, and ``generate`` keeps ranks in step that stop at different lengths. It
+    refers to the marker weakly, so whoever runs models keeps this object.
 
     Args:
-        gather: A context in which parameters are whole, and after which all ranks keep rank 0's values.
-        enabled: Whether parameters are sharded when they are made.
+        config: A resolved config at stage 3.
     """
-    if not enabled or importlib.util.find_spec("transformers") is None:
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._marker: Any = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """A context in which the marker is on; afterwards all is as it was before, another marker too."""
+        if "transformers" not in sys.modules:  # without it there is no model that asks
+            yield
+            return
+        from lightning_zero._compat.transformers_zero3 import make_marker, marked
+
+        if self._marker is None:
+            self._marker = make_marker(self._config)
+        with marked(self._marker):
+            yield
+
+
+@contextmanager
+def no_marker() -> Iterator[None]:
+    """A context in which transformers builds and loads whole models."""
+    if "transformers" not in sys.modules:
         yield
         return
-    from lightning_zero._compat.transformers import gathering_initialisation
+    from lightning_zero._compat.transformers_zero3 import marked
 
-    with gathering_initialisation(gather):
+    with marked(None):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters are sharded and made whole, by functions of whoever shards them.
+
+    Args:
+        gather: A context in which parameters are whole, and after which all ranks keep the writer's values.
+        writer: Whether this rank's values are those that are kept.
+        whole_shape: Shape of a sharded parameter; ``None`` for any other tensor.
+        make_whole: Makes the parameters of a module ordinary ones.
+        shard: Shards the whole parameters of a model, of which others are sharded already.
+        built_whole: A context in which models are built whole.
+    """
+
+    gather: Callable[[Sequence[Parameter]], AbstractContextManager[None]]
+    writer: bool
+    whole_shape: Callable[[Tensor], Size | None]
+    make_whole: Callable[[Module], None]
+    shard: Callable[[Module], None]
+    built_whole: Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def built_by_transformers(marker: Zero3Marker, sharding: Sharding) -> Iterator[None]:
+    """Models that transformers builds or loads inside are sharded at birth, and else as if nothing were sharded.
+
+    Initial weights are those that the config asks for, the faults of a checkpoint are found and said on all ranks, no
+    rank holds more of it than a tensor, and embeddings can be resized.
+
+    Args:
+        marker: The marker of the run.
+        sharding: How parameters are sharded. ``zero.Init`` is entered inside this context.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    import transformers  # noqa: F401  # before anything is replaced in it
+
+    from lightning_zero._compat import transformers as _initialisation
+    from lightning_zero._compat import transformers_zero3 as _zero3
+
+    with (
+        marker.shown(),
+        _zero3.inside_zero_init(),
+        _initialisation.gathering_initialisation(sharding.gather),
+        _zero3.loading_into_shards(sharding.gather, whole_shape=sharding.whole_shape, writer=sharding.writer),
+        _zero3.resizing_whole(make_whole=sharding.make_whole, shard=sharding.shard, built_whole=sharding.built_whole),
+    ):
         yield

@@ -25,11 +25,11 @@ from lightning_zero.engine.state import set_rng_state
 from lightning_zero.errors import CheckpointError, ConfigError
 from lightning_zero.export.options import parse_dtype
 from lightning_zero.strategies import checkpoints, gathered
-from lightning_zero.strategies.launched import LaunchedStrategy
+from lightning_zero.strategies.marked import MarkedStrategy
 from lightning_zero.strategies.precision import ZeroPrecision
 
 
-class CheckpointedStrategy(LaunchedStrategy):
+class CheckpointedStrategy(MarkedStrategy):
     """Saves shards or whole weights, and loads whatever a path stands for."""
 
     _session: EngineSession | None = None

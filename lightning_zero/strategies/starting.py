@@ -14,10 +14,24 @@ from torch.optim import Optimizer
 
 from lightning_zero._compat.lightning import validate_device_indices
 from lightning_zero.engine import ops
-from lightning_zero.engine.initialize import sharded_init
-from lightning_zero.engine.partition import gathered, numel, restore_whole, whole_parameters
+from lightning_zero.engine.initialize import sharded_init, whole_init
+from lightning_zero.engine.partition import (
+    gathered,
+    numel,
+    restore_whole,
+    shard_like_the_rest,
+    whole_parameters,
+    whole_shape,
+)
 from lightning_zero.engine.session import EngineSession, end_session
-from lightning_zero.integrations.transformers import initialised_by_transformers, refuse_empty_saves
+from lightning_zero.engine.swap_folder import refuse_too_little_room
+from lightning_zero.integrations.transformers import (
+    Sharding,
+    Zero3Marker,
+    built_by_transformers,
+    no_marker,
+    refuse_empty_saves,
+)
 
 
 def build_ops(
@@ -44,11 +58,28 @@ def built_sharded(config: Mapping[str, Any], *, local_rank: int) -> Iterator[Non
         config: A resolved config.
         local_rank: This rank's number on its host.
     """
-    enabled = is_stage_3(config)
+    if not is_stage_3(config):
+        yield
+        return
+    sharding = Sharding(
+        gather=partial(gathered, writer=0),
+        writer=torch.distributed.get_rank() == 0,
+        whole_shape=whole_shape,
+        make_whole=restore_whole,
+        shard=shard_like_the_rest,
+        built_whole=built_whole,
+    )
     with (
-        sharded_init(config, enabled=enabled, local_rank=local_rank),
-        initialised_by_transformers(partial(gathered, writer=0), enabled=enabled),
+        built_by_transformers(Zero3Marker(config), sharding),
+        sharded_init(config, enabled=True, local_rank=local_rank),
     ):
+        yield
+
+
+@contextmanager
+def built_whole() -> Iterator[None]:
+    """Models built inside are whole, also inside :func:`built_sharded`."""
+    with whole_init(), no_marker():
         yield
 
 
@@ -78,6 +109,7 @@ def start_training(
     """
     if is_stage_3(config):
         refuse_empty_saves(module)
+        refuse_too_little_room(module, config)
     session = EngineSession(
         module, config, device=device, local_rank=local_rank, optimizer=optimizer, clipping=clipping
     )

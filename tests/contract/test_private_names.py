@@ -29,7 +29,15 @@ IMPORTED = [
     ("deepspeed.runtime.zero", "parameter_offload"),
     ("deepspeed.utils", "safe_get_local_fp32_param"),
     ("torch.utils", "cpp_extension"),
+    ("deepspeed.runtime.zero", "partition_parameters"),
     ("transformers.initialization", "guard_torch_init_functions"),
+    ("transformers.integrations", "HfDeepSpeedConfig"),
+    ("transformers.integrations", "deepspeed"),
+    ("transformers.integrations", "is_deepspeed_zero3_enabled"),
+    ("transformers.integrations.deepspeed", "prevent_arange_dtype_change"),
+    ("transformers.modeling_utils", "is_deepspeed_zero3_enabled"),
+    ("transformers.modeling_utils", "load_state_dict"),
+    ("transformers.modeling_utils", "set_zero3_state"),
 ]
 
 # Private attributes that `_compat` reads or sets -> the module of this folder that holds them to their meaning.
@@ -54,7 +62,12 @@ ATTRIBUTES = {
     "_unmanaged_backward_count": "test_deepspeed_names",
     "_opt_called": "test_torch_names",
     "_get_build_directory": "test_build_names",
+    "_hf_deepspeed_config_weak_ref": "test_transformers_names",
+    "_initialize_missing_keys": "test_transformers_names",
     "_initialize_weights": "test_transformers_names",
+    "_is_hf_initialized": "test_transformers_names",
+    "_load_pretrained_model": "test_transformers_names",
+    "_tied_params_are_equal": "test_transformers_names",
 }
 
 # Private attributes of `_compat`'s own classes.

@@ -1,0 +1,1 @@
+"""Tests of transformers models in a run."""
