@@ -45,7 +45,7 @@ RULES = {
     "export": PURE,
     "memory": PURE,
     "engine": Rule(
-        foreign=names("torch"),
+        foreign=names("torch psutil"),
         lazily=names("deepspeed ninja"),
         ours=names("errors config _compat.deepspeed _compat.torch"),
     ),
@@ -55,6 +55,10 @@ RULES = {
     "strategies": LIGHTNING,
     "callbacks": LIGHTNING,
     "cli": Rule(foreign=names("jsonargparse rich"), lazily=ANYTHING, ours=ANYTHING),
+    # One module of a package may have a row of its own: these derive from Lightning's classes.
+    "cli.zero_cli": Rule(foreign=names("jsonargparse lightning"), ours=ANYTHING),
+    "cli.foreseeing_cli": Rule(foreign=names("lightning"), ours=ANYTHING),
+    "cli.progress_lines": Rule(foreign=names("lightning torch"), ours=ANYTHING),
 }
 
 
@@ -73,7 +77,7 @@ def rule_of(module: str) -> Rule:
     if package == "_compat":
         foreign = rest.partition("_")[0]  # "deepspeed_ops" is named after deepspeed
         return Rule(foreign=frozenset({foreign, "torch"}))  # all of them speak in torch's types
-    return RULES[package]
+    return RULES.get(module) or RULES[package]
 
 
 def imports(tree: ast.Module, package: str) -> Iterator[Import]:

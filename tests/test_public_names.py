@@ -42,7 +42,7 @@ def test_a_public_name_has_a_docstring(name: str) -> None:
 def test_nothing_else_is_public() -> None:
     """What is not in `__all__` begins with an underscore or is a package of ours."""
     found = {name for name, value in vars(lightning_zero).items() if not name.startswith("_") and not _is_ours(value)}
-    assert found == set(lightning_zero.__all__)
+    assert found | {"ZeroCLI"} == set(lightning_zero.__all__)  # which is imported when it is asked for
 
 
 def _is_ours(value: object) -> bool:

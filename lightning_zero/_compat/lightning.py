@@ -36,6 +36,7 @@ __all__ = [
     "loaders_are_to_be_made",
     "loaders_from_hook",
     "loaders_passed_to_fit",
+    "logs_this_batch",
     "release_optimizers",
     "remake_loaders",
     "save_and_requeue",
@@ -87,6 +88,11 @@ def loaders_from_hook(trainer: pl.Trainer) -> list[Any]:
         return []
     loop.setup_data()
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def logs_this_batch(trainer: pl.Trainer) -> bool:
+    """Whether the loggers are written once this batch has made its update; the count of steps is the connector's."""
+    return bool(trainer._logger_connector.should_update_logs)
 
 
 def remake_loaders(trainer: pl.Trainer, *, made_early: bool) -> None:

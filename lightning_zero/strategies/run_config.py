@@ -15,6 +15,7 @@ from lightning_zero.config.decisions import TOTAL_STEPS, WARMUP_STEPS
 from lightning_zero.config.dotted import MISSING, get
 from lightning_zero.config.explain import explain
 from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.config.foresee import Foreseen, foresee
 from lightning_zero.config.resolve import ResolvedConfig, resolve_config
 from lightning_zero.config.sources import SourcedConfig
 from lightning_zero.engine import ops
@@ -64,6 +65,14 @@ class RunConfig:
                 "The config is resolved when a run starts. Call `trainer.fit`, `validate`, `test` or `predict` first."
             )
         return self._resolved
+
+    def foresee(self, trainer: pl.Trainer) -> Foreseen:
+        """The config of a fit that has not started, as far as it is known.
+
+        Raises:
+            ConfigError: A contradiction.
+        """
+        return foresee(self._sources, early_facts(trainer, micro_batch_size=self._micro_batch_size, auto=self._auto))
 
     def resolve_early(self, trainer: pl.Trainer) -> None:
         """Resolves what is known before the model is built; an evaluation needs no more.

@@ -141,6 +141,16 @@ class ZeroStrategy(CheckpointedStrategy):
         """
         return self._run_config.resolved
 
+    @property
+    def run_config(self) -> RunConfig:
+        """What the user said, and what the current run makes of it."""
+        return self._run_config
+
+    @property
+    def session(self) -> EngineSession:
+        """The engine that trains, and what is known of it; for this package's callbacks."""
+        return self._running
+
     def explain(self) -> str:
         """A table of the resolved config: key, value, origin."""
         return explain(self.resolved)

@@ -318,6 +318,56 @@ def test_own_part_of_the_masters(case: str) -> None:
         assert torch.equal(whole, expected.detach().bfloat16().float().flatten())
 
 
+# What the norms of gradients need
+
+
+@pytest.mark.parametrize(("stage", "offload"), OFFLOADED)
+@ranks(2)
+def test_own_gradients(stage: int, offload: bool) -> None:
+    """`safe_get_local_grad`, and `_hp_mapping` with `_index_in_param_group`, give parts that make up the gradients."""
+    from lightning_zero._compat.deepspeed_gradients import is_spread, own_gradient
+
+    plain = network()
+    plain(torch.ones(2, 5)).pow(2).mean().backward()
+    expected = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)
+    made = engine(stage, offload=offload)
+    backward(made)
+    own = torch.zeros(1)
+    for parameter in made.module.parameters():
+        assert is_spread(parameter)
+        part = own_gradient(parameter)
+        own += 0 if part is None else part.square().sum()
+    dist.all_reduce(own)
+    assert own.item() == pytest.approx(expected, rel=1e-5)
+    assert made.get_global_grad_norm() in (None, 0.0)
+    made.step()
+    assert float(made.get_global_grad_norm()) == pytest.approx(expected**0.5, rel=1e-5)
+
+
+@ranks(2)
+def test_own_gradients_of_the_bf16_optimizer() -> None:
+    """`BF16_Optimizer` keeps whole gradients, of which `_hp_mapping.lp_fragment_address` is this rank's part."""
+    from lightning_zero._compat.deepspeed_gradients import own_gradient
+
+    made = engine(1, **FP32_ACCUMULATION)
+    backward(made)
+    squares = [own_gradient(parameter) for parameter in made.module.parameters()]
+    own = torch.tensor(sum(float(part.float().square().sum()) for part in squares if part is not None))
+    dist.all_reduce(own)
+    made.step()
+    assert float(made.get_global_grad_norm()) == pytest.approx(own.item() ** 0.5, rel=1e-4)
+
+
+@ranks(1)
+def test_loss_scale() -> None:
+    """`_get_optimizer_loss_scale` reads the scale from wherever an optimizer keeps it."""
+    from lightning_zero._compat.deepspeed_gradients import loss_scale
+
+    made = engine(2)
+    assert loss_scale(made) is None, "without fp16 there is none"
+    assert made._get_optimizer_loss_scale() == made.optimizer.loss_scale
+
+
 # What a save needs
 
 

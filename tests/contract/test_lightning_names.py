@@ -264,3 +264,11 @@ def test_slurm_checkpoint_is_saved_before_the_requeue(tmp_path: Path, monkeypatc
     compat.save_and_requeue(trainer)
     assert path.is_file()
     assert calls.read_text() == "requeue 42\n"
+
+
+def test_loggers_are_written_every_n_steps() -> None:
+    """`_logger_connector.should_update_logs` is true, by the end of a batch, where the loggers are to be written."""
+    every_second = At("on_train_start", lambda trainer: setattr(trainer, "log_every_n_steps", 2))
+    asked = At("on_train_batch_end", compat.logs_this_batch)
+    fitted(BoringModel(), every_second, asked, batches=4)
+    assert asked.answers == [False, True, False, True]

@@ -1,0 +1,1 @@
+"""Programs and modules to start from."""

@@ -1,0 +1,114 @@
+"""LightningCLI with the strategy names, and with errors that name the place in the YAML."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from typing_extensions import override
+
+from lightning_zero.cli.failures import DEBUG, exit_code_of
+from lightning_zero.cli.parse_errors import explained
+from lightning_zero.config.keys import nearest
+from lightning_zero.errors import ConfigError
+
+
+class ZeroCLI(LightningCLI):
+    """LightningCLI whose Trainer knows the ZeRO strategy names.
+
+    Called without ``args``, it is a program: what is refused ends it with one message, which names the place in the
+    YAML or on the command line, and with exit code 2; ``--debug`` shows the traceback. Called with ``args``, it raises.
+
+    Args:
+        *positional: As of :class:`lightning.pytorch.cli.LightningCLI`. Without a model class the YAML names one by
+            ``class_path``, and so for the data module.
+        args: Words to parse, or a configuration; ``None``: the words of the command line.
+        **keywords: As of :class:`lightning.pytorch.cli.LightningCLI`.
+
+    Raises:
+        ConfigError: With ``args``, when a value does not fit.
+    """
+
+    def __init__(self, *positional: Any, args: ArgsType = None, **keywords: Any) -> None:
+        keywords["parser_kwargs"] = {"exit_on_error": False, **(keywords.get("parser_kwargs") or {})}
+
+        def start(words: ArgsType) -> int:
+            try:
+                super(ZeroCLI, self).__init__(*positional, **keywords, args=words)  # type: ignore[misc]  # never twice
+            except BaseException:
+                self._end_processes()
+                raise
+            return 0
+
+        if args is not None:
+            start(args)
+            return
+        code = exit_code_of(lambda: start(None), Path(sys.argv[0]).name, debug=DEBUG in sys.argv)
+        if code:
+            raise SystemExit(code)
+
+    @override
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_default_arguments_to_parser(parser)
+        text = "Show the traceback of an error."
+        parser.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help=text)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            if isinstance(args, (dict, Namespace)):
+                self.config = parser.parse_object(args)
+            else:
+                self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            raise ConfigError(explained(str(error), _parameters(self.trainer_class))) from error
+        self._settings.pop("debug", None)  # a saved config is for any LightningCLI
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Refuses a strategy name that is not registered, and lets errors of strategies and callbacks name the YAML."""
+        name = self._settings.get("trainer.strategy")
+        names = StrategyRegistry.available_strategies()
+        if isinstance(name, str) and name not in ("auto", *names):
+            near = nearest(name, names, cutoff=0.5)
+            hint = f"Write {near}." if near else f"Write one of {', '.join(names)}."
+            raise ConfigError(f"trainer.strategy: there is none named {name}. {hint}")
+        self.parser.add_instantiator(_saying_where("trainer.strategy.init_args"), Strategy)
+        self.parser.add_instantiator(_saying_where("trainer.callbacks"), Callback)
+
+    @property
+    def _settings(self) -> Namespace:
+        """What was parsed, without the subcommand around it."""
+        command = self.config.get("subcommand")
+        settings: Namespace = self.config[command] if command else self.config
+        return settings
+
+    def _end_processes(self) -> None:
+        """Ends the processes that Lightning has started: the others would wait for the one that has failed."""
+        trainer = vars(self).get("trainer")
+        launcher = trainer.strategy.launcher if trainer is not None else None
+        if launcher is not None:
+            launcher.kill(signal.SIGTERM)
+
+
+def _parameters(made: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(made).parameters)
+
+
+def _saying_where(place: str) -> Callable[..., Any]:
+    def instantiate(kind: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kind(*args, **kwargs)
+        except ConfigError as error:
+            raise type(error)(f"{place}: {error}") from error
+
+    return instantiate
