@@ -45,6 +45,13 @@ __all__ = [
 ]
 
 OVERRIDDEN = {
+    "lightning.fabric.strategies.DeepSpeedStrategy": (
+        "_backward_sync_control",
+        "_configure_launcher",
+        "_setup_distributed",
+        "exclude_frozen_parameters",
+        "zero_stage_3",
+    ),
     "lightning.pytorch.strategies.DeepSpeedStrategy": (
         "_configure_launcher",
         "config",

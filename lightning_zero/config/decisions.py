@@ -80,8 +80,9 @@ def micro_batch(run: Run) -> Fact[int] | None:
 
 
 def no_micro_batch(run: Run) -> Fact[int] | None:
-    """1 where no loader tells, unless the user asked for the loader's by ``"auto"``."""
-    return None if run.is_asked(MICRO) and run.facts.purpose == "fit" else Fact(1, "default 1: no batch size is known")
+    """1 where no loader tells, unless the user asked for the loader's by ``"auto"``; Fabric's loaders never tell."""
+    asked = run.is_asked(MICRO) and run.facts.purpose == "fit" and not run.facts.loop_accumulates
+    return None if asked else Fact(1, "default 1: no batch size is known")
 
 
 def accumulation(run: Run) -> Fact[int] | None:
@@ -107,7 +108,7 @@ def _count(processes: int) -> str:
 
 
 def clipping(run: Run) -> Fact[float] | None:
-    """The Trainer's flag."""
+    """The Trainer's flag; under Fabric the strategy's argument."""
     return run.facts.gradient_clip_val
 
 

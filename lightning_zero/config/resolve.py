@@ -204,7 +204,9 @@ class _Resolution:
         """Write what decides an open key, or in the final pass its default, or a line that nothing does."""
         if fact is None and self.final and rule.default and not (absent and rule.absent is Absent.WRITE_KNOWN):
             fact = rule.default(self.view)
-            if fact is not None and rule.default_note and not self.evaluates:
+            # Fabric never sees the loaders' batch size, and says so only to those who ask for it by "auto".
+            silent = self.evaluates or (absent and self.facts.loop_accumulates)
+            if fact is not None and rule.default_note and not silent:
                 self.notes.append(rule.default_note)
         if fact is None:
             if not absent and self.final and not (self.evaluates and rule.training):

@@ -107,11 +107,12 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         key="gradient_clipping",
         value="largest gradient norm; 0.0 when the flag is not set (DeepSpeed's own default is 1.0)",
-        reads="`Trainer(gradient_clip_val)`, by norm only; a literal holds when the flag is not set",
+        reads="`Trainer(gradient_clip_val)`, by norm only; `FabricZeroStrategy(gradient_clipping)`; a literal holds "
+        "when neither is set",
         decide=decisions.clipping,
         default=decisions.no_clipping,
-        unset="gradient_clip_val is not set",
-        remedy='Write "auto" there, or pass gradient_clip_val with the same number.',
+        unset="the run says nothing",
+        remedy='Write "auto" there, or pass gradient_clip_val (in Fabric gradient_clipping) with the same number.',
         absent=Absent.WRITE,
     ),
     Rule(

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from lightning_zero._compat.deepspeed import begin_backward, clear_gradients, set_clipping
+from lightning_zero._compat.deepspeed import (
+    allow_foreign_backward,
+    begin_backward,
+    clear_gradients,
+    keeps_gradient_norm,
+    set_clipping,
+)
+from lightning_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -49,6 +59,10 @@ class AccumulationWindow:
         self._managed = engine.managed_gradient_accumulation()
         self._clipping = clipping
         self._pending = False
+        self._watched = False
+        self._norm: _Norm | None = None
+        self.reached = False
+        """Whether the last backward pass of any engine came through a watched engine's outputs."""
         set_clipping(engine, clipping)
         if self._managed:
             engine.set_gradient_accumulation_boundary(True)
@@ -72,23 +86,129 @@ class AccumulationWindow:
         self._pending = True
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
+    def watch(self) -> None:
+        """Also counts gradients that come by another engine's backward pass, as a GAN's do; a step without any raises.
+
+        For loops that the user writes. Only the outputs of the engine's own forward are watched.
+        """
+        self._watched = True
+        self._engine.register_forward_hook(self._watch_outputs)
+        allow_foreign_backward(self._engine)
+
+    def expect_backward(self) -> None:
+        """Says that a backward pass begins, which may come from another engine."""
+        self.reached = False
+        begin_backward(self._engine)
+
     def clip(self, max_norm: float) -> None:
         """Clips the gradients of this window to a global norm, at its step."""
         set_clipping(self._engine, max_norm)
+
+    def clip_and_measure(self, max_norm: float, *, must_be_finite: bool) -> Tensor:
+        """Clips the gradients of this window to a global norm, at its step, and tells the norm that they had.
+
+        Args:
+            max_norm: The largest norm; infinite to measure only.
+            must_be_finite: Whether the step raises when the norm is not finite.
+
+        Returns:
+            A number that the step fills in; NaN until then.
+        """
+        if self._norm is not None:
+            self._norm.forget()
+        self._norm = _Norm(self._engine, max_norm, must_be_finite)
+        return self._norm.value
 
     def step(self) -> bool:
         """Makes the update.
 
         Returns:
             False when fp16 overflow skipped it.
+
+        Raises:
+            ConfigError: The engine is watched, and there are no gradients.
         """
+        if self._watched and not self._pending:
+            raise ConfigError(
+                "optimizer.step() was called with no backward pass since the last step, so there is nothing to update "
+                "with. Call `fabric.backward(loss)` before it."
+            )
         self._engine.step()
         self._pending = False
         set_clipping(self._engine, self._clipping)
-        return bool(self._engine.was_step_applied())
+        applied = bool(self._engine.was_step_applied())
+        norm, self._norm = self._norm, None
+        if norm is not None:
+            norm.tell(applied)
+        return applied
 
     def clear(self) -> None:
         """Drops the gradients of an abandoned window; without effect when nothing was added since the last step."""
+        if self._norm is not None:
+            self._norm.forget()
+            self._norm = None
+            set_clipping(self._engine, self._clipping)
         if self._pending:
             clear_gradients(self._engine)
             self._pending = False
+
+    def _watch_outputs(self, engine: Any, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
+
+    def _reach(self, gradient: Tensor) -> None:
+        self.reached = self._pending = True
+
+
+class _Norm:
+    """The gradient norm of one update, known when the update is made."""
+
+    def __init__(self, engine: DeepSpeedEngine, max_norm: float, must_be_finite: bool) -> None:
+        self.value = torch.full((), math.nan, device=engine.device)
+        self._engine = engine
+        self._must_be_finite = must_be_finite
+        self._hook: Any = None
+        if keeps_gradient_norm(engine):
+            set_clipping(engine, max_norm)
+            return
+
+        def clip(*_: Any) -> None:
+            self.value.copy_(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm))
+
+        set_clipping(engine, 0.0)
+        self._hook = engine.basic_optimizer.register_step_pre_hook(clip)
+
+    def forget(self) -> None:
+        """The update will not be made."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def tell(self, applied: bool) -> None:
+        """Fills the value in, after the step."""
+        if self._hook is not None:
+            self._hook.remove()
+        else:
+            norm = self._engine.get_global_grad_norm()
+            if norm is not None:
+                self.value.fill_(float(norm))
+        if self._must_be_finite and applied and not torch.isfinite(self.value):
+            raise RuntimeError(
+                f"The gradient norm is {self.value.item()}, and the weights have been updated with it. Load a "
+                "checkpoint from before, or pass `error_if_nonfinite=False` to `fabric.clip_gradients` to go on."
+            )
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors(value)
+    elif isinstance(outputs, (list, tuple)):
+        for value in outputs:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        for value in vars(outputs).values():
+            yield from _tensors(value)

@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_zero_session"
 
 
+def session_of(module: Module) -> EngineSession | None:
+    """The session of the engine around a module, if there is one."""
+    session: EngineSession | None = vars(module).get(_ATTRIBUTE)
+    return session
+
+
 def end_session(module: Module) -> None:
     """Ends the engine around a module, if there is one. Collective."""
-    session = vars(module).get(_ATTRIBUTE)
+    session = session_of(module)
     if session is not None:
         session.release()
 
@@ -71,6 +77,9 @@ class EngineSession:
             module, config, device=device, local_rank=local_rank, optimizer=updating, evaluate=evaluate
         )
         vars(module)[_ATTRIBUTE] = self
+        self.scheduler: Any = self.engine.lr_scheduler
+        """The scheduler that the config's section made, if any; whoever trains steps it, not the engine."""
+        self.engine.lr_scheduler = None
         self._window = None if evaluate else AccumulationWindow(self.engine, clipping=clipping)
         self._optimizer = None if evaluate else EngineOptimizer(self.engine, self.window, optimizer)
 
@@ -109,11 +118,6 @@ class EngineSession:
         if self.swapped:
             self.optimizer.optimizer.param_groups = self.engine.basic_optimizer.param_groups
 
-    def take_scheduler(self) -> Any:
-        """The scheduler that the config's section made, if any; from then on the caller steps it, not the engine."""
-        scheduler, self.engine.lr_scheduler = self.engine.lr_scheduler, None
-        return scheduler
-
     def release(self) -> None:
         """Ends the engine. Parameters that were whole before it are whole again. Collective."""
         if self.ended:
@@ -122,7 +126,7 @@ class EngineSession:
         vars(self.module).pop(_ATTRIBUTE, None)
         initialize.release_engine(self.engine, whole=self._whole_before)
         del self.engine
-        self._window = self._optimizer = None
+        self._window = self._optimizer = self.scheduler = None
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the module has no engine."""

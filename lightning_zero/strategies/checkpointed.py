@@ -22,11 +22,11 @@ from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY
 from lightning_zero.checkpoint.publish import remove
 from lightning_zero.engine.session import EngineSession
 from lightning_zero.engine.state import set_rng_state
-from lightning_zero.errors import CheckpointError, ConfigError
+from lightning_zero.errors import CheckpointError
 from lightning_zero.export.options import parse_dtype
-from lightning_zero.strategies import checkpoints, gathered
+from lightning_zero.strategies import checkpoints, checks, gathered
 from lightning_zero.strategies.marked import MarkedStrategy
-from lightning_zero.strategies.precision import ZeroPrecision
+from lightning_zero.strategies.meeting import meet
 
 
 class CheckpointedStrategy(MarkedStrategy):
@@ -50,14 +50,11 @@ class CheckpointedStrategy(MarkedStrategy):
         Raises:
             CheckpointError: It could not be written; an earlier one of that name is untouched.
         """
-        if storage_options is not None:
-            raise ConfigError(
-                "storage_options are for a CheckpointIO, and DeepSpeed writes its shards itself. Omit them."
-            )
+        checks.no_storage_options(storage_options)
         if self._interrupted:
             rank_zero_warn(f"{filepath} is not saved: this rank was interrupted, and the others may not be saving.")
             return
-        checkpoints.meet(filepath)
+        meet(filepath, call="trainer.save_checkpoint")
         filepath = self.broadcast(filepath)
         if "optimizer_states" not in checkpoint:
             assert self.lightning_module is not None
@@ -89,8 +86,9 @@ class CheckpointedStrategy(MarkedStrategy):
         if not (fitting and opened.location.kind == "sharded"):
             return checkpoints.lightning_state(opened, weights_only)
         loaded = self._resume(opened)
-        self._saved_between_batches = loaded.get(CLIENT_STATE_KEY)
-        return loaded
+        restored = checkpoints.for_trainer(loaded)
+        self._saved_between_batches = restored.get(CLIENT_STATE_KEY)
+        return restored
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -174,7 +172,7 @@ class CheckpointedStrategy(MarkedStrategy):
             self.lightning_module,
             path,
             session=self._session,
-            dtype=self._sixteen_bit if dtype == "auto" else parse_dtype(dtype),
+            dtype=gathered.sixteen_bit(self.resolved.config) if dtype == "auto" else parse_dtype(dtype),
             name=module,
             max_shard_size=max_shard_size,
             exclude_frozen=exclude_frozen,
@@ -205,6 +203,7 @@ class CheckpointedStrategy(MarkedStrategy):
             opened,
             strict=self.lightning_module.strict_loading,
             exclude_frozen=self.exclude_frozen_parameters,
+            weights_call="trainer.strategy.load_weights(path)",
         )
 
     def _restore_random_numbers(self) -> None:
@@ -227,12 +226,6 @@ class CheckpointedStrategy(MarkedStrategy):
         if module is None or self.world_size == 1 or module._trainer is None:
             return False
         return module._trainer.state.status == TrainerStatus.INTERRUPTED
-
-    @property
-    def _sixteen_bit(self) -> torch.dtype:
-        plugin = self.precision_plugin
-        own = plugin.weights_dtype if isinstance(plugin, ZeroPrecision) else torch.float32
-        return own if own.itemsize == 2 else torch.bfloat16
 
     @property
     def _masters(self) -> dict[Parameter, Tensor]:

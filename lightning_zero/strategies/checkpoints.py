@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module, Parameter
 
 from lightning_zero.checkpoint.consolidate import load_full_state_dict
-from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLDER, CheckpointLocation
+from lightning_zero.checkpoint.layout import CLIENT_STATE_KEY, TRANSFORMERS_FOLDER, CheckpointLocation, locate
 from lightning_zero.checkpoint.manifest import Manifest
 from lightning_zero.checkpoint.publish import Save, abandon_save, begin_save, publish_save
 from lightning_zero.checkpoint.source import open_path
@@ -24,8 +26,10 @@ from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
 from lightning_zero.export.atomic import staged_folder
 from lightning_zero.export.keys import without_compile_prefix
+from lightning_zero.export.lightning_file import VERSION_KEY
 from lightning_zero.export.transformers_dir import write_module_file
 from lightning_zero.integrations.transformers import pretrained_models, save_configs
+from lightning_zero.strategies.meeting import on_rank_zero
 from lightning_zero.strategies.weights_file import write_weights_file
 
 T = TypeVar("T")
@@ -44,24 +48,6 @@ class Opened:
 # Saving
 
 
-def meet(path: str | PathLike[str]) -> None:
-    """Waits for all ranks before a save, since one on some of them alone would wait for ever. Collective.
-
-    Args:
-        path: The checkpoint, for the message.
-
-    Raises:
-        CheckpointError: The others do something else, or nothing within the strategy's timeout.
-    """
-    try:
-        dist.barrier()
-    except RuntimeError as failure:  # gloo's and NCCL's timeouts, and another collective of ranks that went on
-        raise CheckpointError(
-            f"saving {path} failed: the other ranks are not saving ({failure}). Call `trainer.save_checkpoint` on all "
-            "ranks, not under `if trainer.is_global_zero`."
-        ) from failure
-
-
 def save_sharded(
     session: EngineSession, checkpoint: Mapping[str, Any], path: str | PathLike[str], *, exclude_frozen: bool
 ) -> None:
@@ -78,7 +64,7 @@ def save_sharded(
     """
     client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     client[CLIENT_STATE_KEY] = {**client.get(CLIENT_STATE_KEY, {}), "rng": state.rng_states()}
-    save = _on_rank_zero(lambda: begin_save(local_path(path)), f"saving {path}")
+    save = on_rank_zero(lambda: begin_save(local_path(path)), f"saving {path}")
     error = state.save_shards(session.engine, save.root, save.written, client, exclude_frozen=exclude_frozen)
     _finish(save, state.all_errors(error), lambda: _publish(save, session.module))
 
@@ -122,7 +108,7 @@ def _publish(save: Save, module: Module) -> None:
 
 def _finish(save: Save, errors: list[tuple[int, str]], publish: Callable[[], None]) -> None:
     if not errors:
-        _on_rank_zero(publish, f"saving {save.path}")
+        on_rank_zero(publish, f"saving {save.path}")
         return
     if dist.get_rank() == 0:
         abandon_save(save)
@@ -167,10 +153,12 @@ def open_checkpoint(path: str | PathLike[str]) -> Opened:
         source = open_path(path)
         return Opened(path, source.location, source.manifest, source.location.version)
 
-    return _on_rank_zero(look, f"loading {path}")
+    return on_rank_zero(look, f"loading {path}")
 
 
-def resume_sharded(session: EngineSession, opened: Opened, *, strict: bool, exclude_frozen: bool) -> dict[str, Any]:
+def resume_sharded(
+    session: EngineSession, opened: Opened, *, strict: bool, exclude_frozen: bool, weights_call: str
+) -> dict[str, Any]:
     """Loads weights and optimizer states into a training engine. Collective.
 
     Args:
@@ -178,22 +166,23 @@ def resume_sharded(session: EngineSession, opened: Opened, *, strict: bool, excl
         opened: A sharded checkpoint.
         strict: Whether names must be equal.
         exclude_frozen: Whether frozen parameters may be missing.
+        weights_call: The call that loads weights alone, for messages.
 
     Returns:
-        Lightning's state.
+        What was saved beside them.
     """
     manifest, location = opened.manifest, opened.location
     assert location.tag is not None
     if not manifest.has_optimizer:
         raise CheckpointError(
             f"{manifest.path} holds no optimizer states to go on from. "
-            "Start a new training from its weights with `trainer.strategy.load_weights(path)`."
+            f"Start a new training from its weights with `{weights_call}`."
         )
     saved, here = (manifest.stage, manifest.world_size), (session.stage, dist.get_world_size())
     if saved != here:
         raise CheckpointError(
             f"{manifest.path} was saved at stage {saved[0]} by {saved[1]} ranks, and this run has stage {here[0]} and "
-            f"{here[1]} ranks. Use the same stage and number of processes, or `trainer.strategy.load_weights(path)`."
+            f"{here[1]} ranks. Use the same stage and number of processes, or `{weights_call}`."
         )
     shapes = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
     missing_frozen = exclude_frozen or bool(manifest.left_out)
@@ -299,10 +288,59 @@ def _whole_weights(opened: Opened) -> Mapping[str, torch.Tensor]:
     return load_full_state_dict(opened.location.root, tag=opened.location.tag)
 
 
-def _sharded_state(opened: Opened) -> dict[str, Any]:
+def sharded_client_state(opened: Opened) -> dict[str, Any]:
+    """What a sharded checkpoint holds beside weights and optimizer states: Lightning's state, or a user's. Collective.
+
+    Args:
+        opened: The checkpoint.
+    """
+    return _while_it_is_there(opened, _client_state)
+
+
+def _client_state(opened: Opened) -> dict[str, Any]:
     content = _load(_model_file(opened.location), weights_only=False)
-    kept = {key: value for key, value in content.items() if key not in DEEPSPEED_KEYS}
-    return {**kept, "state_dict": _whole_weights(opened)}
+    return {key: value for key, value in content.items() if key not in DEEPSPEED_KEYS}
+
+
+def _sharded_state(opened: Opened) -> dict[str, Any]:
+    return {**for_trainer(_client_state(opened)), "state_dict": _whole_weights(opened)}
+
+
+def for_trainer(client: Mapping[str, Any]) -> dict[str, Any]:
+    """What was saved beside weights, with the keys that a Trainer asks for where another loop has saved.
+
+    Args:
+        client: Lightning's state, or that of a Fabric's loop or of a DeepSpeed program, which leaves counters at 0.
+    """
+    if VERSION_KEY in client:
+        return dict(client)
+    kept = {key: value for key, value in client.items() if key != CLIENT_STATE_KEY}
+    counters = {"epoch": 0, "global_step": 0, "loops": None}
+    return {**kept, VERSION_KEY: lightning.__version__, **counters, "callbacks": {}, "lr_schedulers": []}
+
+
+def read_file(path: str | PathLike[str], *, weights_only: bool) -> dict[str, Any] | None:
+    """The content of a torch file, on every rank; ``None`` when the path is any other kind of checkpoint. Collective.
+
+    Args:
+        path: What the user gave.
+        weights_only: As in :func:`torch.load`.
+
+    Raises:
+        CheckpointError: There is nothing, or some rank cannot read it; on all ranks.
+    """
+    location = on_rank_zero(lambda: locate(path), f"loading {path}")
+    if location.kind != "torch":
+        return None
+    content, error = None, None
+    try:
+        content = _load(location.root, weights_only=weights_only)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as failure:
+        error = str(failure) or type(failure).__name__
+    errors = state.all_errors(error)
+    if errors:
+        raise CheckpointError(f"loading {path} failed on rank {errors[0][0]}: {errors[0][1]}")
+    return content
 
 
 def _while_it_is_there(opened: Opened, read: Callable[[Opened], T]) -> T:
@@ -350,20 +388,3 @@ def _load(path: Path, *, weights_only: bool) -> dict[str, Any]:
     except RuntimeError:  # torch's older format cannot be mapped
         content = torch.load(path, map_location="cpu", weights_only=weights_only)
     return content
-
-
-def _on_rank_zero(work: Callable[[], T], doing: str) -> T:
-    """The result of work that one rank does for all; its error, on all ranks."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except CheckpointError as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = CheckpointError(f"{doing} failed: {error}.")
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    result: T = outcome[0]
-    return result

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero._compat.lightning import build_optimizers, call_module_hook
 from lightning_zero.engine.optimizers import unsupported_reason
+from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,6 +83,69 @@ def equal_batches(trainer: pl.Trainer) -> None:
         )
 
 
+def one_optimizer(optimizers: Sequence[Optimizer], module: Module) -> Optimizer:
+    """The one optimizer of a ``fabric.setup``, which ZeRO can shard.
+
+    Raises:
+        ConfigError: Several, or one of a kind that cannot be sharded.
+    """
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"fabric.setup was given {len(optimizers)} optimizers for one {type(module).__name__}, and an engine has "
+            "one. Give one optimizer with several parameter groups, or set each part up as a model of its own."
+        )
+    supported(optimizers[0])
+    return optimizers[0]
+
+
+def supported(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that ZeRO cannot shard."""
+    reason = unsupported_reason(optimizer)
+    if reason is not None:
+        raise ConfigError(f"{type(optimizer).__name__} does not work under ZeRO: {reason}. Use AdamW, Adam or SGD.")
+
+
+def one_swapping_model(config: Mapping[str, Any], others: Sequence[EngineSession]) -> None:
+    """Refuses a second engine that swaps to NVMe: DeepSpeed deletes the first one's files when it starts."""
+    zero = config["zero_optimization"]
+    swaps = any((zero.get(section) or {}).get("device") == "nvme" for section in ("offload_optimizer", "offload_param"))
+    if swaps and others:
+        raise ConfigError(
+            f"{type(others[0].module).__name__} swaps to NVMe already, and a second model would delete its files. Use "
+            "offload to the CPU, or end the first with `fabric.strategy.release(model)`."
+        )
+
+
+def loss(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses what an engine cannot run ``fabric.backward`` on.
+
+    Raises:
+        ConfigError: No scalar, one without a graph, or other arguments than ``retain_graph``.
+    """
+    other = [*(["gradient"] if args else []), *(name for name in kwargs if name != "retain_graph")]
+    if other:
+        raise ConfigError(
+            f"fabric.backward({', '.join(other)}=...) has no meaning for DeepSpeed's engine. Leave it out; "
+            "retain_graph= is possible."
+        )
+    if tensor.numel() != 1:
+        raise ConfigError(
+            f"fabric.backward was given a tensor of shape {tuple(tensor.shape)}, and DeepSpeed's engine needs one "
+            "number. Reduce it, with `.mean()` say."
+        )
+    if not tensor.requires_grad:
+        raise ConfigError(
+            "fabric.backward was given a loss that depends on no parameter. Compute it from the model's output, "
+            "outside of torch.no_grad()."
+        )
+
+
+def no_storage_options(options: Any) -> None:
+    """Refuses what only a ``CheckpointIO`` could use."""
+    if options is not None:
+        raise ConfigError("storage_options are for a CheckpointIO, and DeepSpeed writes its shards itself. Omit them.")
+
+
 def optimizers_from_code(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """What ``configure_optimizers`` returns: one optimizer that ZeRO can shard, at most one scheduler.
 
@@ -99,9 +165,7 @@ def optimizers_from_code(module: pl.LightningModule) -> tuple[list[Optimizer], l
         )
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise ConfigError(_ONE_OPTIMIZER.format(f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"))
-    reason = unsupported_reason(optimizers[0])
-    if reason is not None:
-        raise ConfigError(f"{type(optimizers[0]).__name__} does not work under ZeRO: {reason}. Use AdamW, Adam or SGD.")
+    supported(optimizers[0])
     return optimizers, schedulers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -69,6 +70,15 @@ def choose(module: Module, name: str | None) -> Choice:
             "the whole LightningModule with module=''."
         )
     return Choice(models[0][1], True) if models else Choice(module, False)
+
+
+def sixteen_bit(config: Mapping[str, Any]) -> torch.dtype:
+    """The 16-bit type of a run; bfloat16 where it has none.
+
+    Args:
+        config: A resolved config.
+    """
+    return torch.float16 if config.get("fp16", {}).get("enabled") is True else torch.bfloat16
 
 
 def save_gathered(
@@ -193,7 +203,7 @@ class _Save:
         except RuntimeError as failure:  # a timeout, or the connection to a rank that has left
             raise CheckpointError(
                 f"saving {self._target} failed: not all ranks took part ({failure}). Call save_gathered_weights on "
-                "every rank, not only where `trainer.is_global_zero`."
+                "every rank, not on rank 0 alone."
             ) from failure
         return told
 

@@ -6,12 +6,9 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
-from lightning_zero._compat import lightning as _lightning
 from lightning_zero.config.resolve import ResolvedConfig
-from lightning_zero.engine import initialize
-from lightning_zero.errors import ConfigError
 from lightning_zero.strategies.environment import recognise
-from lightning_zero.strategies.starting import build_ops
+from lightning_zero.strategies.starting import build_ops, join_ranks, needs_launcher
 
 
 class LaunchedStrategy(DeepSpeedStrategy):
@@ -35,15 +32,8 @@ class LaunchedStrategy(DeepSpeedStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if not _lightning.IS_INTERACTIVE:
+        if needs_launcher(self.num_processes * self.num_nodes):
             super()._configure_launcher()
-            return
-        # One process needs no launcher, and Lightning's is refused in notebooks.
-        processes = self.num_processes * self.num_nodes
-        if processes > 1:
-            raise ConfigError(
-                f"A notebook cannot start the {processes} processes of this run. Write a script, or use devices=1."
-            )
 
     @override
     def setup_distributed(self) -> None:
@@ -51,4 +41,9 @@ class LaunchedStrategy(DeepSpeedStrategy):
             self.resolved.config, device=self.root_device, devices=self.parallel_devices, local_rank=self.local_rank
         )
         super(DeepSpeedStrategy, self).setup_distributed()
-        initialize.join_process_group(self._get_process_group_backend(), self.local_rank, self._timeout)
+        join_ranks(
+            self.resolved.config,
+            backend=self._get_process_group_backend(),
+            local_rank=self.local_rank,
+            timeout=self._timeout,
+        )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_zero.strategies.fabric import FabricZeroStrategy
 from lightning_zero.strategies.foreign import refuse_names
 from lightning_zero.strategies.trainer import ZeroStrategy
 
@@ -19,8 +23,13 @@ NAMES = {
 
 
 def register() -> None:
-    """Makes ``Trainer(strategy="zero3_offload")`` and its like work. Doing it twice changes nothing."""
-    for name, description in NAMES.items():
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, ZeroStrategy, description=description, preset=name)
+    """Makes ``strategy="zero3_offload"`` and its like work, in Trainer and Fabric. Twice changes nothing."""
+    registries: tuple[tuple[Any, type], ...] = (
+        (StrategyRegistry, ZeroStrategy),
+        (STRATEGY_REGISTRY, FabricZeroStrategy),
+    )
+    for registry, strategy in registries:
+        for name, description in NAMES.items():
+            if name not in registry:
+                registry.register(name, strategy, description=description, preset=name)
     refuse_names(NAMES)

@@ -14,13 +14,12 @@ from lightning_zero._compat.lightning import remake_loaders
 from lightning_zero.config.decisions import TOTAL_STEPS, WARMUP_STEPS
 from lightning_zero.config.dotted import MISSING, get
 from lightning_zero.config.explain import explain
-from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.config.facts import RunFacts
 from lightning_zero.config.foresee import Foreseen, foresee
 from lightning_zero.config.resolve import ResolvedConfig, resolve_config
 from lightning_zero.config.sources import SourcedConfig
 from lightning_zero.engine import ops
 from lightning_zero.engine.accumulation import caller_owned
-from lightning_zero.engine.optimizers import has_cpu_version
 from lightning_zero.errors import ConfigError
 from lightning_zero.strategies import checks
 from lightning_zero.strategies.run_facts import early_facts, final_facts
@@ -100,15 +99,11 @@ class RunConfig:
             ConfigError: A contradiction, or an ``"auto"`` that nothing can fill.
         """
         assert self._facts is not None
-        cpu_version = None
-        if optimizer is not None:
-            cpu_version = Fact(has_cpu_version(optimizer), f"{type(optimizer).__name__} of configure_optimizers")
         facts = final_facts(
             self._facts,
             trainer,
             optimizer=optimizer,
             scheduler_from_code=scheduler_from_code,
-            optimizer_has_cpu_version=cpu_version,
             needs_total_steps=self._asks_for_total_steps(self._facts),
         )
         self._loaders_made_early = trainer.train_dataloader is not None
@@ -116,9 +111,7 @@ class RunConfig:
         if not trainer.lightning_module.automatic_optimization:
             resolved = replace(resolved, config=caller_owned(resolved.config))
         self._take(resolved)
-        for note in resolved.notes:
-            rank_zero_warn(note)
-        rank_zero_info(explain(self.resolved, width=shutil.get_terminal_size((140, 0)).columns))
+        tell(self.resolved)
 
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Puts the loaders of a resumed run where they stopped, and writes the config beside the run's logs.
@@ -139,5 +132,16 @@ class RunConfig:
 
     def _take(self, resolved: ResolvedConfig) -> None:
         assert self._facts is not None
-        config = ops.without_missing(resolved.config, self._facts.accelerator or "cpu")
-        self._resolved = replace(resolved, config=config)
+        self._resolved = buildable(resolved, self._facts)
+
+
+def buildable(resolved: ResolvedConfig, facts: RunFacts) -> ResolvedConfig:
+    """A config without what DeepSpeed cannot compile here, where it can do without."""
+    return replace(resolved, config=ops.without_missing(resolved.config, facts.accelerator or "cpu"))
+
+
+def tell(resolved: ResolvedConfig) -> None:
+    """Shows the remarks on a config as warnings, and the config as a table."""
+    for note in resolved.notes:
+        rank_zero_warn(note)
+    rank_zero_info(explain(resolved, width=shutil.get_terminal_size((140, 0)).columns))

@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero._compat.lightning import loaders_from_hook, loaders_passed_to_fit
 from lightning_zero.callbacks.gathered_weights import GatheredWeightsCheckpoint
 from lightning_zero.config.facts import Fact, RunFacts
+from lightning_zero.engine.optimizers import has_cpu_version
 from lightning_zero.integrations.transformers import hidden_size
 
 if TYPE_CHECKING:
@@ -57,14 +59,42 @@ def early_facts(trainer: pl.Trainer, *, micro_batch_size: int | None, auto: Mapp
         ),
         gradient_clip_val=_flag(trainer.gradient_clip_val, "gradient_clip_val"),
         gradient_clip_algorithm=trainer.gradient_clip_algorithm and str(trainer.gradient_clip_algorithm.value),
-        learning_rate=_learning_rate(module),
-        betas=_betas(module),
-        eps=_hyper_parameter(module, "eps", "adam_epsilon"),
-        weight_decay=_hyper_parameter(module, "weight_decay"),
-        warmup_steps=_hyper_parameter(module, "warmup_steps", "warmup_ratio"),
+        **hyper_parameters(module),
         gathers_weights=_gathers_weights(trainer) if fitting else None,
         auto=auto,
     )
+
+
+def hyper_parameters(module: Module) -> dict[str, Any]:
+    """What a module's hyper-parameters tell, by the names of :class:`RunFacts`.
+
+    Args:
+        module: A LightningModule, or any other that may have such attributes.
+    """
+    return {
+        "learning_rate": _learning_rate(module),
+        "betas": _betas(module),
+        "eps": _hyper_parameter(module, "eps", "adam_epsilon"),
+        "weight_decay": _hyper_parameter(module, "weight_decay"),
+        "warmup_steps": _hyper_parameter(module, "warmup_steps", "warmup_ratio"),
+    }
+
+
+def optimizer_facts(optimizer: Optimizer | None, place: str) -> dict[str, Any]:
+    """What an optimizer from code tells, by the names of :class:`RunFacts`.
+
+    Args:
+        optimizer: The optimizer, if code gives one.
+        place: The call or hook that it came from, for messages.
+    """
+    if optimizer is None:
+        return {"optimizer_from_code": False}
+    name = type(optimizer).__name__
+    return {
+        "optimizer_from_code": True,
+        "optimizer_lrs": Fact([float(group["lr"]) for group in optimizer.param_groups], f"the optimizer of {place}"),
+        "optimizer_has_cpu_version": Fact(has_cpu_version(optimizer), f"{name} of {place}"),
+    }
 
 
 def final_facts(
@@ -73,7 +103,6 @@ def final_facts(
     *,
     optimizer: Optimizer | None,
     scheduler_from_code: bool,
-    optimizer_has_cpu_version: Fact[bool] | None,
     needs_total_steps: bool,
 ) -> RunFacts:
     """What is known when model and optimizer exist.
@@ -83,23 +112,17 @@ def final_facts(
         trainer: The Trainer, fitting.
         optimizer: The optimizer from code.
         scheduler_from_code: Whether code gave a learning-rate scheduler.
-        optimizer_has_cpu_version: Whether DeepSpeed can replace that optimizer on the CPU.
         needs_total_steps: Whether the config asks for the number of updates; it is not computed otherwise, since that
             makes the training loaders.
     """
     size = hidden_size(trainer.lightning_module)
     micro = early.micro_batch_size or _micro_batch_size(loaders_from_hook(trainer))
-    lrs = None
-    if optimizer is not None:
-        lrs = Fact([float(group["lr"]) for group in optimizer.param_groups], "the optimizer of configure_optimizers")
     return replace(
         early,
         micro_batch_size=micro,
         hidden_size=None if size is None else Fact(*size),
-        optimizer_from_code=optimizer is not None,
         scheduler_from_code=scheduler_from_code,
-        optimizer_lrs=lrs,
-        optimizer_has_cpu_version=optimizer_has_cpu_version,
+        **optimizer_facts(optimizer, "configure_optimizers"),
         total_steps=_total_steps(trainer) if needs_total_steps else None,
     )
 
@@ -143,7 +166,7 @@ def _total_steps(trainer: pl.Trainer) -> Fact[float]:
     return Fact(math.inf if steps < 0 else steps, "trainer.estimated_stepping_batches")
 
 
-def _learning_rate(module: pl.LightningModule) -> Fact[Any] | None:
+def _learning_rate(module: Module) -> Fact[Any] | None:
     """``lr``, then ``learning_rate``: an attribute of the module or a hyper-parameter.
 
     A property is not asked: it may well look at an optimizer, which does not exist yet.
@@ -158,14 +181,14 @@ def _learning_rate(module: pl.LightningModule) -> Fact[Any] | None:
     return None
 
 
-def _hyper_parameter(module: pl.LightningModule, *names: str) -> Fact[Any] | None:
+def _hyper_parameter(module: Module, *names: str) -> Fact[Any] | None:
     hparams = _hparams(module)
     return next(
         (Fact(hparams[name], f"module.hparams.{name}") for name in names if _is_number(hparams.get(name))), None
     )
 
 
-def _betas(module: pl.LightningModule) -> Fact[Sequence[float]] | None:
+def _betas(module: Module) -> Fact[Sequence[float]] | None:
     hparams = _hparams(module)
     pair = hparams.get("betas")
     if isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_number, pair)):
@@ -177,9 +200,9 @@ def _betas(module: pl.LightningModule) -> Fact[Sequence[float]] | None:
     return Fact(values, f"module.hparams.{' and '.join(said)}")
 
 
-def _hparams(module: pl.LightningModule) -> Mapping[str, Any]:
-    hparams: Mapping[str, Any] = module.hparams
-    return hparams
+def _hparams(module: Module) -> Mapping[str, Any]:
+    hparams: Any = getattr(module, "hparams", None)  # Lightning's modules have them
+    return hparams if isinstance(hparams, Mapping) else {}
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero._compat.lightning import validate_device_indices
+from lightning_zero._compat.lightning import IS_INTERACTIVE, validate_device_indices
 from lightning_zero.engine import ops
-from lightning_zero.engine.initialize import sharded_init, whole_init
+from lightning_zero.engine.initialize import join_process_group, sharded_init, whole_init
 from lightning_zero.engine.partition import (
+    filled_whole,
     gathered,
     numel,
     restore_whole,
@@ -24,7 +26,8 @@ from lightning_zero.engine.partition import (
     whole_shape,
 )
 from lightning_zero.engine.session import EngineSession, end_session
-from lightning_zero.engine.swap_folder import refuse_too_little_room
+from lightning_zero.engine.swap_folder import claim_swap_folders, refuse_too_little_room
+from lightning_zero.errors import ConfigError
 from lightning_zero.integrations.transformers import (
     Sharding,
     Zero3Marker,
@@ -50,6 +53,35 @@ def build_ops(
     ops.build_ops(ops.required_ops(config, device.type), local_rank=local_rank)
 
 
+def join_ranks(config: Mapping[str, Any], *, backend: str, local_rank: int, timeout: timedelta | None) -> None:
+    """Puts DeepSpeed on the process group that Lightning has made. Collective.
+
+    Args:
+        config: A resolved config.
+        backend: ``gloo`` or ``nccl``.
+        local_rank: This rank's number on its host.
+        timeout: Longest wait of a collective.
+    """
+    join_process_group(backend, local_rank, timeout)
+    claim_swap_folders(config)
+
+
+def needs_launcher(processes: int) -> bool:
+    """Whether processes are to be started, or were by somebody.
+
+    Raises:
+        ConfigError: They are, in a notebook, where that cannot be done.
+    """
+    if not IS_INTERACTIVE:
+        return True
+    # One process needs no launcher, and Lightning's is refused in notebooks.
+    if processes > 1:
+        raise ConfigError(
+            f"A notebook cannot start the {processes} processes of this run. Write a script, or use devices=1."
+        )
+    return False
+
+
 @contextmanager
 def built_sharded(config: Mapping[str, Any], *, local_rank: int) -> Iterator[None]:
     """Models built inside are sharded at birth at stage 3, with right initial weights; below, nothing happens.
@@ -71,6 +103,7 @@ def built_sharded(config: Mapping[str, Any], *, local_rank: int) -> Iterator[Non
     )
     with (
         built_by_transformers(Zero3Marker(config), sharding),
+        filled_whole(),
         sharded_init(config, enabled=True, local_rank=local_rank),
     ):
         yield
@@ -153,6 +186,25 @@ def settle_parameters(module: Module, config: Mapping[str, Any], *, remedy: str)
             f"{whole:,} parameters of {type(module).__name__} exist whole on every rank before stage 3 starts, which "
             f"saves no memory while the model is built. {remedy}"
         )
+
+
+def settle_for_evaluation(module: Module, config: Mapping[str, Any]) -> None:
+    """Makes a model ready to be evaluated without an engine, below stage 3: rank 0's weights, in the run's type.
+
+    Collective. The weights stay in that type; buffers keep their own, as with an engine.
+
+    Args:
+        module: The model, on its device.
+        config: A resolved config.
+    """
+    make_whole(module)
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    dtype = next((kind for name, kind in dtypes.items() if config.get(name, {}).get("enabled") is True), None)
+    for parameter in module.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for tensor in (*module.parameters(), *module.buffers()):
+        torch.distributed.broadcast(tensor.data, 0)
 
 
 def make_whole(module: Module) -> None:

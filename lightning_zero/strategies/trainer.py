@@ -354,7 +354,7 @@ class ZeroStrategy(CheckpointedStrategy):
         self.model = self._session.engine
         self._precision.window = self._session.window
         self.optimizers = [self._session.optimizer]
-        scheduler = self._session.take_scheduler()
+        scheduler = self._session.scheduler
         self.lr_scheduler_configs = schedulers if scheduler is None else [LRSchedulerConfig(scheduler, interval="step")]
         self.setup_precision_plugin()
 

@@ -55,7 +55,7 @@ def test_a_sourced_config_resolves_afresh_for_every_run() -> None:
     sourced = compose({"gradient_clipping": 1}, preset="zero3", environ={})
     resolved(sourced)
     again = resolved(sourced, micro_batch_size=Fact(2, "DataLoader.batch_size"), precision=FULL)
-    assert again.origins["gradient_clipping"] == "config (gradient_clip_val is not set)"
+    assert again.origins["gradient_clipping"] == "config (the run says nothing)"
     assert value(again, "train_batch_size") == 16
     assert value(again, "bf16.enabled") is False
 
@@ -130,7 +130,7 @@ def test_five_contradictions_of_the_early_pass() -> None:
         ),
         (
             "gradient_clipping: config says 1.0, Trainer(gradient_clip_val=0.1) says 0.1. "
-            'Write "auto" there, or pass gradient_clip_val with the same number.'
+            'Write "auto" there, or pass gradient_clip_val (in Fabric gradient_clipping) with the same number.'
         ),
         (
             "fp16.enabled: config says true, Trainer(precision='bf16-mixed') says false. "
@@ -387,7 +387,7 @@ def test_a_literal_clipping_without_the_flag_holds() -> None:
     """Proves that clipping in the config alone works, and that its origin says that the flag is not set."""
     result = resolved({"gradient_clipping": "1.0"})
     assert value(result, "gradient_clipping") == 1.0
-    assert result.origins["gradient_clipping"] == "config (gradient_clip_val is not set)"
+    assert result.origins["gradient_clipping"] == "config (the run says nothing)"
     (line,) = said({"gradient_clipping": 1.0}, gradient_clip_val=Fact(0.0, "Trainer(gradient_clip_val=0.0)"))
     assert "config says 1.0, Trainer(gradient_clip_val=0.0) says 0.0" in line
 
