@@ -140,7 +140,7 @@ def test_stage_2_after_stage_3_starts_from_whole_weights() -> None:
 
 
 @ranks(2)
-def test_nvme_trains_as_cpu_offload_does(tmp_path: Path) -> None:
+def test_nvme_trains_as_cpu_offload_does(nvme_ops: None, tmp_path: Path) -> None:
     """Optimizer states and parameters on NVMe give the weights that CPU offload gives, and a checkpoint is written."""
     trained = []
     for preset in ("zero3_offload", "zero3_nvme"):
@@ -156,7 +156,7 @@ def test_nvme_trains_as_cpu_offload_does(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_nvme_refuses_gradients_that_deepspeed_would_misread(tmp_path: Path) -> None:
+def test_nvme_refuses_gradients_that_deepspeed_would_misread(nvme_ops: None, tmp_path: Path) -> None:
     """Gradient shards that start inside a disk block are refused by name, since DeepSpeed reads them wrong."""
     module = Swapped("sgd")
     module.width = 2044
