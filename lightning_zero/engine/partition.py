@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, init
 
 from lightning_zero._compat.deepspeed import forget_partitioning, restore_parameter_dicts
 
@@ -78,3 +80,31 @@ def shard_like_the_rest(module: Module) -> None:
     sharded = next((parameter for parameter in parameters if is_partitioned(parameter)), None)
     if whole and sharded is not None:
         sharded.convert_to_zero_parameters(param_list=whole)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def filled_whole() -> Iterator[None]:
+    """Functions of ``torch.nn.init`` that are called inside on a sharded parameter fill the whole of it.
+
+    They would fill this rank's empty tensor, without a word: an adapter that must begin at zero begins at random. To be
+    called on all ranks, of which rank 0's values are kept.
+    """
+    originals = {name: fill for name, fill in vars(init).items() if name.endswith("_") and name[0] != "_"}
+    for name, fill in originals.items():
+        setattr(init, name, _filling_whole(fill))
+    try:
+        yield
+    finally:
+        for name, fill in originals.items():
+            setattr(init, name, fill)
+
+
+def _filling_whole(fill: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fill)
+    def fill_whole(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(tensor, Parameter) and tensor.numel() < numel(tensor)):
+            return fill(tensor, *args, **kwargs)
+        with gathered([tensor], writer=0):
+            return fill(tensor, *args, **kwargs)
+
+    return fill_whole
