@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["SUMMARY", "run", "screen"]
 
 SUMMARY = "Print the DeepSpeed config that `fit` would use, and where each value comes from, without training."
-_JSON = "--json"
 
 
 def run(words: Sequence[str]) -> int:
@@ -35,12 +34,12 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ConfigError: The config contradicts the run, or the YAML is wrong; with ``--json`` printed, too.
     """
-    from lightning_zero.cli.foreseeing_cli import foresee_fit
+    from lightning_zero.cli.foreseeing_cli import JSON, foresee_fit
 
     find_the_users_code()
-    as_json = _JSON in words
+    as_json = JSON in words
     try:
-        foreseen = foresee_fit([word for word in words[1:] if word != _JSON])
+        foreseen = foresee_fit(words[1:])
     except ConfigError as error:
         if as_json:
             _dump({"errors": str(error).splitlines()})

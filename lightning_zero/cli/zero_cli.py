@@ -38,6 +38,8 @@ class ZeroCLI(LightningCLI):
         ConfigError: With ``args``, when a value does not fit.
     """
 
+    _refusal: ConfigError | None = None
+
     def __init__(self, *positional: Any, args: ArgsType = None, **keywords: Any) -> None:
         keywords["parser_kwargs"] = {"exit_on_error": False, **(keywords.get("parser_kwargs") or {})}
 
@@ -71,26 +73,45 @@ class ZeroCLI(LightningCLI):
                 self.config = parser.parse_args(args)
         except ArgumentError as error:
             raise ConfigError(explained(str(error), _parameters(self.trainer_class))) from error
-        self._settings.pop("debug", None)  # a saved config is for any LightningCLI
+        self.settings.pop("debug", None)  # a saved config is for any LightningCLI
 
     @override
     def before_instantiate_classes(self) -> None:
         """Refuses a strategy name that is not registered, and lets errors of strategies and callbacks name the YAML."""
-        name = self._settings.get("trainer.strategy")
+        name = self.settings.get("trainer.strategy")
         names = StrategyRegistry.available_strategies()
         if isinstance(name, str) and name not in ("auto", *names):
             near = nearest(name, names, cutoff=0.5)
             hint = f"Write {near}." if near else f"Write one of {', '.join(names)}."
             raise ConfigError(f"trainer.strategy: there is none named {name}. {hint}")
-        self.parser.add_instantiator(_saying_where("trainer.strategy.init_args"), Strategy)
-        self.parser.add_instantiator(_saying_where("trainer.callbacks"), Callback)
+        self.parser.add_instantiator(self._saying_where("trainer.strategy.init_args"), Strategy)
+        self.parser.add_instantiator(self._saying_where("trainer.callbacks"), Callback)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if self._refusal is not None:  # jsonargparse goes on to other types, and ends with what it says of them all
+                raise self._refusal from error
+            raise
 
     @property
-    def _settings(self) -> Namespace:
+    def settings(self) -> Namespace:
         """What was parsed, without the subcommand around it."""
         command = self.config.get("subcommand")
         settings: Namespace = self.config[command] if command else self.config
         return settings
+
+    def _saying_where(self, place: str) -> Callable[..., Any]:
+        def instantiate(kind: type, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return kind(*args, **kwargs)
+            except ConfigError as error:
+                self._refusal = type(error)(f"{place}: {error}")
+                raise
+
+        return instantiate
 
     def _end_processes(self) -> None:
         """Ends the processes that Lightning has started: the others would wait for the one that has failed."""
@@ -102,13 +123,3 @@ class ZeroCLI(LightningCLI):
 
 def _parameters(made: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(made).parameters)
-
-
-def _saying_where(place: str) -> Callable[..., Any]:
-    def instantiate(kind: type, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return kind(*args, **kwargs)
-        except ConfigError as error:
-            raise type(error)(f"{place}: {error}") from error
-
-    return instantiate
