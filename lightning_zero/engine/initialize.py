@@ -24,7 +24,7 @@ from lightning_zero._compat.deepspeed import (
     suspended_init,
 )
 from lightning_zero.engine.accelerator import environment
-from lightning_zero.engine.partition import restore_whole
+from lightning_zero.engine.partition import gather_experts_together, restore_whole
 from lightning_zero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def start_engine(
 
     args = argparse.Namespace(device_rank=device.index) if device.type == "cuda" else None
     parameters = [] if evaluate else [p for p in module.parameters() if p.requires_grad]
+    if config.get("zero_optimization", {}).get("stage") == 3:
+        gather_experts_together(module)
     with environment({"LOCAL_RANK": str(local_rank)}):
         engine, *_ = deepspeed.initialize(
             args=args,

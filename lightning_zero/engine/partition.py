@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter, init
+from torch.nn import Module, ModuleDict, ModuleList, Parameter, init
 
 from lightning_zero._compat.deepspeed import forget_partitioning, restore_parameter_dicts
 
@@ -108,3 +108,21 @@ def _filling_whole(fill: Callable[..., Any]) -> Callable[..., Any]:
             return fill(tensor, *args, **kwargs)
 
     return fill_whole
+
+
+def gather_experts_together(module: Module) -> None:
+    """Has stage 3 gather a mixture of experts as one, before the engine starts.
+
+    Parameters are gathered when their module is called. An expert that gets no token on some rank is not called there,
+    while the other ranks wait for its part. DeepSpeed knows three classes of transformers by name; this knows them by
+    what they hold, a list of modules named ``experts``.
+
+    Args:
+        module: The module to run.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for block in module.modules():
+        experts = getattr(block, "experts", None)
+        if isinstance(experts, (ModuleList, ModuleDict)) and len(experts) > 1:
+            set_z3_leaf_module(block, True)
