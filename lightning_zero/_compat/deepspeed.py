@@ -162,14 +162,35 @@ def begin_backward(engine: DeepSpeedEngine) -> None:
         engine.optimizer.clear_backward_seen_flag()
 
 
-def allow_foreign_backward(engine: DeepSpeedEngine) -> None:
-    """Lets gradients reach an engine at stage 0 by another engine's backward pass.
+@contextmanager
+def foreign_backward(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Gradients reach an engine inside by another engine's backward pass, which does not end it.
 
-    Its outputs refuse that, since ``_backward_epilogue`` would have to follow to reduce gradients at the boundary. With
-    ``managed_gradient_accumulation`` off, ``step`` reduces them. Loss scaling is each engine's own, so fp16 stays out.
+    By itself an engine refuses that at stage 0, and above it takes several forwards before the backward pass for an
+    interrupted one. While ``_running_engine_backward`` is set it leaves the end to whoever started, by
+    :func:`end_foreign_backward`.
     """
-    if not engine.zero_optimization() and not engine.fp16_enabled() and not engine.managed_gradient_accumulation():
-        engine._support_torch_style_backward = True
+    engine._running_engine_backward_count += 1
+    engine._running_engine_backward = True
+    try:
+        yield
+    finally:
+        engine._running_engine_backward_count -= 1
+        engine._running_engine_backward = engine._running_engine_backward_count > 0
+
+
+def end_foreign_backward(engine: DeepSpeedEngine) -> None:
+    """Reduces the gradients that have reached an engine in :func:`foreign_backward`, as ``engine.backward`` does."""
+    engine._backward_epilogue()
+
+
+def leave_backward(engine: DeepSpeedEngine) -> None:
+    """Says that no backward pass is running any more.
+
+    Every forward whose outputs it has gone through has entered it once, and ``engine.backward`` leaves once.
+    """
+    while getattr(engine.optimizer, "_backward_active_depth", 0) > 0:
+        engine.optimizer.exit_backward()
 
 
 def keeps_gradient_norm(engine: DeepSpeedEngine) -> bool:

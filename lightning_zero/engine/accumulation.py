@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero._compat.deepspeed import (
-    allow_foreign_backward,
     begin_backward,
     clear_gradients,
+    end_foreign_backward,
+    foreign_backward,
     keeps_gradient_norm,
+    leave_backward,
     set_clipping,
 )
 from lightning_zero.errors import ConfigError
@@ -84,7 +86,10 @@ class AccumulationWindow:
         if not self._managed:
             begin_backward(self._engine)
         self._pending = True
+        self.reached = False
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        if self._watched:
+            leave_backward(self._engine)
 
     def watch(self) -> None:
         """Also counts gradients that come by another engine's backward pass, as a GAN's do; a step without any raises.
@@ -93,12 +98,26 @@ class AccumulationWindow:
         """
         self._watched = True
         self._engine.register_forward_hook(self._watch_outputs)
-        allow_foreign_backward(self._engine)
 
-    def expect_backward(self) -> None:
-        """Says that a backward pass begins, which may come from another engine."""
+    @contextmanager
+    def passed_through(self) -> Iterator[None]:
+        """A backward pass of another engine may go through this watched one, whose gradients it then adds to.
+
+        Raises:
+            ConfigError: It did in fp16, where each engine has a loss scale of its own.
+        """
         self.reached = False
         begin_backward(self._engine)
+        with foreign_backward(self._engine):
+            yield
+        if self.reached:
+            if self._engine.fp16_enabled():
+                raise ConfigError(
+                    f"The backward pass went through {type(self._engine.module).__name__} too, whose fp16 loss scale "
+                    "is another one. Use precision='bf16-mixed', or `requires_grad_(False)` on it meanwhile."
+                )
+            end_foreign_backward(self._engine)
+        leave_backward(self._engine)
 
     def clip(self, max_norm: float) -> None:
         """Clips the gradients of this window to a global norm, at its step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal
@@ -224,11 +224,12 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         own = self._models.training(module, "fabric.backward(loss, model={})")
         checks.loss(tensor, args, kwargs)
-        windows = [session.window for session in self._models.trained]
-        for window in windows:
-            window.expect_backward()
-        super().backward(tensor, own.window, *args, **kwargs)  # type: ignore[arg-type]  # what the plugin asks of it
-        if not own.window.reached and any(window.reached for window in windows):
+        others = [session.window for session in self._models.trained if session is not own]
+        with ExitStack() as passed:
+            for window in others:
+                passed.enter_context(window.passed_through())
+            super().backward(tensor, own.window, *args, **kwargs)  # type: ignore[arg-type]  # what the plugin asks of it
+        if not own.window.reached and any(window.reached for window in others):
             raise ConfigError(
                 f"fabric.backward(loss, model=...): the loss does not depend on {type(own.module).__name__}, which "
                 "model= names, but on another model. Pass the model whose output it is made from."

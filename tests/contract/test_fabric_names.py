@@ -11,33 +11,37 @@ from lightning_zero.engine.accumulation import caller_owned
 from tests.contract.test_deepspeed_names import engine
 from tests.harness import ranks
 
-UNMANAGED = {"managed_gradient_accumulation": False}
 
-
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @ranks(1)
-def test_backward_through_another_engine() -> None:
-    """At stage 0, only `_support_torch_style_backward` forbids a backward pass that the engine has not started."""
-    made = engine(0, **UNMANAGED)
-    loss = made(torch.ones(2, 5)).pow(2).mean()
-    with pytest.raises(RuntimeError, match="not supported in this configuration"):
-        loss.backward()
-    compat.allow_foreign_backward(made)
-    made(torch.ones(2, 5)).pow(2).mean().backward()
+def test_backward_through_another_engine(stage: int) -> None:
+    """`_running_engine_backward` and its count leave the end to others, and `_backward_epilogue` is that end.
+
+    Without them stage 0 refuses such a backward pass, and after several forwards `_backward_active_depth` stays.
+    """
+    made = engine(stage, **caller_owned({"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}))
+    rows = torch.ones(2, 5)
+    if stage == 0:
+        with pytest.raises(RuntimeError, match="not supported in this configuration"):
+            made(rows).pow(2).mean().backward()
     plain = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
     plain.load_state_dict(made.module.state_dict())
-    plain(torch.ones(2, 5)).pow(2).mean().backward()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        (plain(rows).pow(2).mean() + plain(2 * rows).pow(2).mean()).backward()
+        compat.begin_backward(made)
+        with compat.foreign_backward(made):
+            assert made._running_engine_backward and made._running_engine_backward_count == 1
+            (made(rows).pow(2).mean() + made(2 * rows).pow(2).mean()).backward()
+        compat.end_foreign_backward(made)
+        if stage > 0:
+            assert made.optimizer._backward_active_depth == 1, "two forwards entered, one end left"
+        compat.leave_backward(made)
+    assert getattr(made.optimizer, "_backward_active_depth", 0) == 0
+    made.step()
+    optimizer.step()
     for ours, expected in zip(made.module.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad, expected.grad)
-
-
-@ranks(1)
-def test_managed_engines_are_left_alone() -> None:
-    """Where DeepSpeed counts micro-batches, or at stages 1-3, nothing is set."""
-    assert engine(0)._support_torch_style_backward is False
-    managed = engine(0)
-    compat.allow_foreign_backward(managed)
-    assert managed._support_torch_style_backward is False
-    assert engine(2, **UNMANAGED)._support_torch_style_backward is True
+        assert torch.allclose(ours, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
