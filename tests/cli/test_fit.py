@@ -1,0 +1,117 @@
+"""`lightning-zero fit` with the files of `configs/`, by the commands of the README, on two processes of a CPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_zero import ZeroCLI, ZeroStrategy
+from tests.harness.forkserver import RANK_ENVIRONMENT, REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+COMMANDS = {
+    Path(path).stem: line for line, path in re.findall(r"^(lightning-zero fit --config (configs/\S+).*)$", README, re.M)
+}
+SHORT = [
+    *("--trainer.accelerator", "cpu", "--trainer.max_steps", "2", "--trainer.log_every_n_steps", "1"),
+    *("--trainer.limit_val_batches", "1", "--trainer.num_sanity_val_steps", "0", "--trainer.max_epochs", "1"),
+    *("--model.hidden_size", "128", "--model.layers", "1", "--model.heads", "2"),
+]
+
+
+def start(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program in a folder from which the repository's `configs` and `examples` are seen."""
+    for name in ("configs", "examples"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    environment = os.environ | RANK_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)} | more
+    command = [sys.executable, "-m", "lightning_zero", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_readme_has_a_command_for_each_file() -> None:
+    """Each `configs/fit_*.yaml` has one command in the README, and says it itself."""
+    files = {path.stem: path.read_text() for path in (REPOSITORY / "configs").glob("fit_*.yaml")}
+    assert files.keys() == COMMANDS.keys()
+    for name, text in files.items():
+        assert f"#     {COMMANDS[name]}\n" in text
+
+
+@pytest.mark.usefixtures("nvme_ops")
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_each_file_trains(name: str, tmp_path: Path) -> None:
+    """The README's command trains two updates on two ranks, logs what the monitor sees and saves the best shards."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    words = [str(nvme) if word == "/local_nvme" else word for word in COMMANDS[name].split()[1:]]
+    flags = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text())["trainer"]
+    batches = 2 * flags.get("accumulate_grad_batches", 1)
+    ended = start([*words, *SHORT, "--trainer.limit_train_batches", str(batches)], tmp_path)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert re.search(r"^epoch 0, step 2, [\d.]+ steps/s, train_loss [\d.]+", ended.stdout, re.M), "plain lines, no bars"
+
+    logs = tmp_path / "runs" / name / "version_0"
+    rows = list(csv.DictReader((logs / "metrics.csv").read_text().splitlines()))
+    norms = [float(row["zero/grad_norm_before_clipping"]) for row in rows if row["zero/grad_norm_before_clipping"]]
+    assert len(norms) == 2
+    assert all(norm > 0 for norm in norms)
+    (checkpoint,) = (logs / "checkpoints").iterdir()
+    assert len(list(checkpoint.glob("*/*zero_pp_rank_*_optim_states.pt"))) == 2
+    config = json.loads((logs / "deepspeed_config.json").read_text())
+    stage = int(name.removeprefix("fit_zero")[0])
+    assert config["zero_optimization"]["stage"] == stage
+    if name == "fit_zero3":
+        assert (tmp_path / "runs" / name / "best-model" / "config.json").exists()
+        assert "zero/grad_norm/net.model.layers.0" in rows[0]
+    if name == "fit_zero3_nvme":
+        assert config["zero_optimization"]["offload_param"]["nvme_path"] == str(nvme)
+        assert list(nvme.iterdir())
+
+
+def test_a_contradiction_on_several_ranks(tmp_path: Path) -> None:
+    """What all ranks refuse is said once, with exit code 2, no traceback, and no process that stays behind."""
+    words = ["fit", "--config", "configs/fit_zero3.yaml", "--trainer.strategy.overrides.gradient_clipping", "0.5"]
+    ended = start([*words, *SHORT], tmp_path, RUN_OF=str(tmp_path))
+    assert ended.returncode == 2
+    assert ended.stderr.count("gradient_clipping: overrides says 0.5, Trainer(gradient_clip_val=1.0) says 1.0.") == 1
+    assert "lightning-zero fit: gradient_clipping" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    left = [p.pid for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("RUN_OF") == str(tmp_path)]
+    assert left == []
+
+
+def test_printed_config_is_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K12: what `--print_config` prints, a file again, gives the same strategy, to any LightningCLI too."""
+    monkeypatch.setattr("sys.argv", ["program"])
+    source = ["--config", str(REPOSITORY / "configs" / "fit_zero3.yaml"), "--trainer.accelerator", "cpu"]
+    with pytest.raises(SystemExit) as ended:
+        ZeroCLI(args=["fit", *source, "--debug", "--print_config"])
+    assert ended.value.code == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    keys = yaml.safe_load(printed.read_text())
+    said: list[Any] = []
+    for cli in (ZeroCLI, LightningCLI):
+        text = {name: value for name, value in keys.items() if name not in ("ckpt_path", "weights_only", "debug")}
+        text["seed_everything"] = False
+        printed.write_text(yaml.safe_dump(text))
+        made = cli(args=["--config", str(printed)], run=False, save_config_callback=None)
+        assert isinstance(made.trainer.strategy, ZeroStrategy)
+        said.append(made.trainer.strategy._run_config._sources.values)
+    assert said[0] == said[1]
+    assert said[0]["zero_optimization"]["stage"] == 3
+    assert said[0]["bf16"] == {"enabled": "auto"}
