@@ -19,6 +19,7 @@ from lightning_zero.errors import CheckpointError, ConfigError
 from lightning_zero.strategies import checkpoints
 from lightning_zero.strategies.fabric_models import SetUpModels
 from lightning_zero.strategies.meeting import meet
+from lightning_zero.strategies.resuming import resume_sharded
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 
@@ -121,6 +122,7 @@ def load(
     *,
     strict: bool,
     weights_only: bool | None,
+    elastic: bool,
     exclude_frozen: bool,
 ) -> dict[str, Any]:
     """Restores the objects of a state from a checkpoint of any kind. Collective.
@@ -133,6 +135,7 @@ def load(
         state: One model, and anything else; values that are no objects with a state are replaced.
         strict: Whether names of weights must be equal, and every key of the state be there.
         weights_only: As in :func:`torch.load`, for a single file.
+        elastic: Whether optimizer states may be of another stage or number of ranks.
         exclude_frozen: Whether frozen parameters may be missing.
 
     Returns:
@@ -149,7 +152,7 @@ def load(
     if content is not None:
         saved = _load_file(parts, path, content, strict=strict)
     else:
-        saved = _load_folder(parts, path, strict=strict, exclude_frozen=exclude_frozen)
+        saved = _load_folder(parts, path, strict=strict, elastic=elastic, exclude_frozen=exclude_frozen)
     for key, value in parts.others.items():
         if key not in saved:
             continue
@@ -176,7 +179,9 @@ def load_raw(models: SetUpModels, path: str | PathLike[str], target: Any, *, str
     checkpoints.load_weights(module, path, strict=strict, masters={} if session is None else session.masters)
 
 
-def _load_folder(parts: _Parts, path: str | PathLike[str], *, strict: bool, exclude_frozen: bool) -> dict[str, Any]:
+def _load_folder(
+    parts: _Parts, path: str | PathLike[str], *, strict: bool, elastic: bool, exclude_frozen: bool
+) -> dict[str, Any]:
     opened = checkpoints.open_checkpoint(path)
     if opened.location.kind != "sharded":
         _refuse_missing(parts, (), path, strict)
@@ -184,17 +189,18 @@ def _load_folder(parts: _Parts, path: str | PathLike[str], *, strict: bool, excl
         return {}
     _refuse_missing(parts, map(_asked, opened.manifest.client_keys), path, strict)
     if parts.optimizer_keys and parts.training is not None:
-        client = checkpoints.resume_sharded(
+        client = resume_sharded(
             parts.training,
             opened,
             strict=strict,
             exclude_frozen=exclude_frozen,
+            elastic=elastic,
             weights_call="fabric.load_raw(path, model)",
         )
     else:
         checkpoints.load_weights(parts.module, path, strict=strict, masters=parts.masters)
         client = checkpoints.sharded_client_state(opened)
-    return {_asked(key): value for key, value in client.items() if key != CLIENT_STATE_KEY}
+    return {_asked(key): value for key, value in client.items() if key not in _RESERVED}
 
 
 def _load_file(parts: _Parts, path: str | PathLike[str], content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
