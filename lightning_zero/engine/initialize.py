@@ -23,8 +23,9 @@ from lightning_zero._compat.deepspeed import (
     reset_once_a_step,
     suspended_init,
 )
+from lightning_zero._compat.deepspeed_init import casting_init
 from lightning_zero.engine.accelerator import environment
-from lightning_zero.engine.partition import gather_experts_together, restore_whole
+from lightning_zero.engine.partition import gather_experts_together, is_partitioned, restore_whole
 from lightning_zero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # What DeepSpeed cannot do without, and what says nothing about an evaluation.
 _EVALUATION_BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+_SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # sections of a config
 
 
 def join_process_group(backend: str, local_rank: int, timeout: timedelta | None) -> None:
@@ -53,14 +56,15 @@ def set_log_level(level: int) -> None:
 
 @contextmanager
 def sharded_init(config: Mapping[str, Any], *, enabled: bool, local_rank: int) -> Iterator[None]:
-    """Parameters made inside are partitioned at once (``deepspeed.zero.Init``); without effect below stage 3."""
+    """Parameters made inside are partitioned at once (``deepspeed.zero.Init``); without effect below stage 3.
+
+    They get the config's 16-bit type; buffers and other tensors keep theirs.
+    """
     if not enabled:
         yield
         return
-    import deepspeed
-
     visible = {**_EVALUATION_BATCH, **copy.deepcopy(dict(config))}
-    with environment({"LOCAL_RANK": str(local_rank)}), deepspeed.zero.Init(config_dict_or_path=visible):
+    with environment({"LOCAL_RANK": str(local_rank)}), casting_init(visible):
         yield
 
 
@@ -105,6 +109,7 @@ def start_engine(
     parameters = [] if evaluate else [p for p in module.parameters() if p.requires_grad]
     if config.get("zero_optimization", {}).get("stage") == 3:
         gather_experts_together(module)
+        _cast_late_parameters(module, config)
     with environment({"LOCAL_RANK": str(local_rank)}):
         engine, *_ = deepspeed.initialize(
             args=args,
@@ -132,6 +137,16 @@ def release_engine(engine: DeepSpeedEngine, *, whole: set[str]) -> None:
     engine.destroy()
     detach_engine(engine)
     restore_whole(module, whole)
+
+
+def _cast_late_parameters(module: Module, config: Mapping[str, Any]) -> None:
+    """Whole parameters beside sharded ones get the config's type: the engine takes ``zero.Init`` to have seen to it."""
+    enabled = [dtype for key, dtype in _SIXTEEN_BITS.items() if config.get(key, {}).get("enabled") is True]
+    parameters = list(module.parameters())
+    if enabled and any(is_partitioned(parameter) for parameter in parameters):
+        for parameter in parameters:
+            if parameter.is_floating_point() and not is_partitioned(parameter):
+                parameter.data = parameter.data.to(enabled[0])
 
 
 def _refuse_misread_gradients(engine: DeepSpeedEngine) -> None:

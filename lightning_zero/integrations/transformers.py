@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Size, Tensor, dtype
 from torch.nn import Module, Parameter
 
 from lightning_zero.errors import CheckpointError
@@ -69,6 +69,16 @@ def _sizes(config: Any, prefix: str = "", seen: frozenset[int] = frozenset()) ->
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):  # `text_config`, and the `encoder` and `decoder` of a pair of models
             yield from _sizes(value, f"{prefix}{name}.", seen | {id(config)})
+
+
+def saved_dtypes(module: Module) -> list[tuple[str, dtype]]:
+    """Types in which the transformers models inside a module were saved, by the model's name; as their configs note it.
+
+    Args:
+        module: Any module.
+    """
+    noted = [(name, getattr(model.config, "dtype", None)) for name, model in pretrained_models(module)]
+    return [(name, found) for name, found in noted if isinstance(found, dtype)]
 
 
 def save_configs(model: Any, folder: Path) -> None:

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero._compat.lightning import DeepSpeedPrecision, is_overridden
+from lightning_zero._compat.torchmetrics import keep_states_in_fp32
 from lightning_zero.errors import ConfigError
+from lightning_zero.integrations.transformers import saved_dtypes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,10 +29,15 @@ class ZeroPrecision(DeepSpeedPrecision):
 
     Args:
         precision: ``32-true``, ``16-mixed``, ``16-true``, ``bf16-mixed`` or ``bf16-true``.
+        cast_batch: Whether the floating-point tensors of a batch become of the weights' type before a step gets them.
 
     Raises:
         ValueError: Any other precision.
     """
+
+    def __init__(self, precision: Any, *, cast_batch: bool = True) -> None:
+        super().__init__(precision)
+        self.cast_batch = cast_batch
 
     window: AccumulationWindow | None = None
     """The window of the engine that trains; the strategy sets it."""
@@ -40,6 +49,17 @@ class ZeroPrecision(DeepSpeedPrecision):
     def weights_dtype(self) -> torch.dtype:
         """Type of the weights that forward and backward see, in training and in evaluation."""
         return self._desired_dtype
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        tell_of_saved_types(module, self.weights_dtype, precision=self.precision)
+        converted = super().convert_module(module)
+        keep_states_in_fp32(converted)
+        return converted
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return super().convert_input(data) if self.cast_batch else data
 
     @override
     def backward(  # type: ignore[override]
@@ -79,3 +99,23 @@ class ZeroPrecision(DeepSpeedPrecision):
             )
         assert self.window is not None
         self.window.clip(float(clip_val))
+
+
+def tell_of_saved_types(module: Module, weights: torch.dtype, *, precision: str) -> None:
+    """Says of transformers models that were saved in another type which one they have in this run.
+
+    Args:
+        module: The module, already built.
+        weights: Type of the weights that forward sees.
+        precision: What the user asked for.
+    """
+    for name, saved in saved_dtypes(module):
+        if saved != weights:
+            rank_zero_info(
+                f"{name or type(module).__name__}: saved in {_name(saved)}, in this run {_name(weights)}, "
+                f"as precision={precision!r} says."
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

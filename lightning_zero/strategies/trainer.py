@@ -59,7 +59,10 @@ class ZeroStrategy(CheckpointedStrategy):
         overrides: Values by dotted key, applied last: ``{"zero_optimization.reduce_bucket_size": 5e7}``.
         auto: Values by dotted key for ``"auto"`` keys that nothing else can supply.
         micro_batch_size: Samples in one process's micro-batch, when the loader does not tell.
+        elastic: Whether ``fit`` goes on from checkpoints of another stage or number of processes, too.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
+        cast_batch: Turn the floating-point tensors of a batch into the weights' type. Without it, a target in fp32
+            stays exact, and the steps cast what the model gets.
         logging_level: Level of DeepSpeed's own log.
         accelerator: As in Lightning.
         parallel_devices: As in Lightning.
@@ -86,7 +89,9 @@ class ZeroStrategy(CheckpointedStrategy):
         overrides: Mapping[str, Any] | None = None,
         auto: Mapping[str, Any] | None = None,
         micro_batch_size: int | None = None,
+        elastic: bool = True,
         exclude_frozen_parameters: bool = False,
+        cast_batch: bool = True,
         logging_level: int = logging.WARNING,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -95,6 +100,7 @@ class ZeroStrategy(CheckpointedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = _lightning.default_timeout,
     ) -> None:
+        self._cast_batch = cast_batch  # read when the base class sets the precision plugin
         # DeepSpeedStrategy.__init__ imports deepspeed before the accelerator is known, and would make a config of
         # its own; its base class has everything else that is needed.
         super(DeepSpeedStrategy, self).__init__(
@@ -116,6 +122,7 @@ class ZeroStrategy(CheckpointedStrategy):
         )
         self._run_config = RunConfig(sources, auto=auto, micro_batch_size=micro_batch_size)
         self._logging_level = logging_level
+        self.elastic = elastic
         self.exclude_frozen_parameters = exclude_frozen_parameters
         self.load_full_weights = False  # read by the parent's load methods
         self._session: EngineSession | None = None
@@ -313,7 +320,7 @@ class ZeroStrategy(CheckpointedStrategy):
         if isinstance(precision_plugin, _lightning.DeepSpeedPrecision) and not isinstance(
             precision_plugin, ZeroPrecision
         ):
-            precision_plugin = ZeroPrecision(precision_plugin.precision)  # type: ignore[arg-type]  # the base class widens it
+            precision_plugin = ZeroPrecision(precision_plugin.precision, cast_batch=self._cast_batch)
         self._precision_plugin = precision_plugin
 
     @classmethod

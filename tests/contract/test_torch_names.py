@@ -32,3 +32,19 @@ def test_step_sets_opt_called() -> None:
     assert not getattr(optimizer, "_opt_called", False)
     optimizer.step()
     assert optimizer._opt_called is True
+
+
+def test_metric_states_are_changed_by_any_function() -> None:
+    """`Module._apply(fn)`, as torchmetrics overrides it, gives every state, default and buffer to `fn`."""
+    from torchmetrics import SumMetric
+
+    from lightning_zero._compat.torchmetrics import keep_states_in_fp32
+
+    metric = SumMetric().to(torch.bfloat16)
+    assert metric.sum_value.dtype == torch.bfloat16
+    module = torch.nn.ModuleDict({"metric": metric, "layer": torch.nn.Linear(2, 2).bfloat16()})
+    keep_states_in_fp32(module)
+    assert metric.sum_value.dtype == torch.float32 and module["layer"].weight.dtype == torch.bfloat16
+    metric.update(torch.tensor(1.001))
+    metric.reset()
+    assert metric.sum_value.dtype == metric.dtype == torch.float32
