@@ -48,6 +48,9 @@ def caller_owned(config: Mapping[str, Any]) -> dict[str, Any]:
     return owned
 
 
+_WINDOW = "lightning_zero.window"  # in the metadata of the autograd nodes of a watched engine's outputs
+
+
 class AccumulationWindow:
     """Backward and step of one engine, so that an abandoned window leaves nothing in the next update.
 
@@ -63,8 +66,7 @@ class AccumulationWindow:
         self._pending = False
         self._watched = False
         self._norm: _Norm | None = None
-        self.reached = False
-        """Whether the last backward pass of any engine came through a watched engine's outputs."""
+        self._reached = False  # by the last backward pass, through a watched engine's outputs
         set_clipping(engine, clipping)
         if self._managed:
             engine.set_gradient_accumulation_boundary(True)
@@ -86,7 +88,6 @@ class AccumulationWindow:
         if not self._managed:
             begin_backward(self._engine)
         self._pending = True
-        self.reached = False
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
         if self._watched:
             leave_backward(self._engine)
@@ -106,11 +107,11 @@ class AccumulationWindow:
         Raises:
             ConfigError: It did in fp16, where each engine has a loss scale of its own.
         """
-        self.reached = False
+        self._reached = False
         begin_backward(self._engine)
         with foreign_backward(self._engine):
             yield
-        if self.reached:
+        if self._reached:
             if self._engine.fp16_enabled():
                 raise ConfigError(
                     f"The backward pass went through {type(self._engine.module).__name__} too, whose fp16 loss scale "
@@ -174,11 +175,30 @@ class AccumulationWindow:
     def _watch_outputs(self, engine: Any, inputs: Any, outputs: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in _tensors(outputs):
-                if tensor.requires_grad:
+                node: Any = tensor.grad_fn
+                if node is not None:
+                    node.metadata[_WINDOW] = self
                     tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
 
     def _reach(self, gradient: Tensor) -> None:
-        self.reached = self._pending = True
+        self._reached = self._pending = True
+
+
+def windows_behind(loss: Tensor) -> list[AccumulationWindow]:
+    """The windows of the watched engines whose outputs a loss is made from; looks at the whole graph."""
+    found: dict[int, AccumulationWindow] = {}
+    waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        window = node.metadata.get(_WINDOW)
+        if window is not None:
+            found[id(window)] = window
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return list(found.values())
 
 
 class _Norm:
@@ -212,10 +232,12 @@ class _Norm:
             norm = self._engine.get_global_grad_norm()
             if norm is not None:
                 self.value.fill_(float(norm))
-        if self._must_be_finite and applied and not torch.isfinite(self.value):
+        searching_scale = self._engine.fp16_enabled() and not applied
+        if self._must_be_finite and not searching_scale and not torch.isfinite(self.value):
+            what = "the weights have been updated with it" if applied else "the update was skipped"
             raise RuntimeError(
-                f"The gradient norm is {self.value.item()}, and the weights have been updated with it. Load a "
-                "checkpoint from before, or pass `error_if_nonfinite=False` to `fabric.clip_gradients` to go on."
+                f"The gradient norm is {self.value.item()}, and {what}. Look for the first loss that is not finite, or "
+                "pass `error_if_nonfinite=False` to `fabric.clip_gradients` to go on."
             )
 
 

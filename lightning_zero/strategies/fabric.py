@@ -22,6 +22,7 @@ from lightning_zero._compat import lightning as _lightning
 from lightning_zero.config.explain import explain
 from lightning_zero.config.resolve import ResolvedConfig
 from lightning_zero.config.sources import compose
+from lightning_zero.engine.accumulation import windows_behind
 from lightning_zero.engine.session import EngineSession, end_session
 from lightning_zero.errors import ConfigError
 from lightning_zero.integrations.transformers import Zero3Marker
@@ -46,6 +47,7 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
         micro_batch_size: Samples in one process's micro-batch; DeepSpeed counts with it, and nothing depends on it.
         gradient_clipping: Largest gradient norm of every update; 0 clips nothing, unless the config does. For one
             update, ``fabric.clip_gradients(model, optimizer, max_norm=...)``.
+        elastic: Whether ``fabric.load`` takes optimizer states of another stage or number of processes, too.
         exclude_frozen_parameters: Leave frozen parameters out of checkpoints.
         logging_level: Level of DeepSpeed's own log.
         accelerator: As in Lightning.
@@ -72,6 +74,7 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
         auto: Mapping[str, Any] | None = None,
         micro_batch_size: int | None = None,
         gradient_clipping: float = 0.0,
+        elastic: bool = True,
         exclude_frozen_parameters: bool = False,
         logging_level: int = logging.WARNING,
         accelerator: Accelerator | None = None,
@@ -106,6 +109,7 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
         self._logging_level = logging_level
         self._marker: Zero3Marker | None = None
         self._backward_sync_control = _AccumulationControl()  # type: ignore[assignment]  # of a private class
+        self.elastic = elastic
         self.exclude_frozen_parameters = exclude_frozen_parameters
 
     def __repr__(self) -> str:
@@ -125,8 +129,7 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
         Raises:
             ConfigError: ``fabric.launch`` has not been called, so that nothing could be resolved.
         """
-        last = self._models.last
-        return self._fabric_config.before_models if last is None else self._models.resolved(last)
+        return self._models.last_resolved or self._fabric_config.before_models
 
     def explain(self, model: Module | None = None) -> str:
         """A table of a resolved config: key, value, origin.
@@ -225,15 +228,16 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
         own = self._models.training(module, "fabric.backward(loss, model={})")
         checks.loss(tensor, args, kwargs)
         others = [session.window for session in self._models.trained if session is not own]
-        with ExitStack() as passed:
-            for window in others:
-                passed.enter_context(window.passed_through())
-            super().backward(tensor, own.window, *args, **kwargs)  # type: ignore[arg-type]  # what the plugin asks of it
-        if not own.window.reached and any(window.reached for window in others):
+        behind = windows_behind(tensor) if others else []
+        if behind and own.window not in behind:
             raise ConfigError(
                 f"fabric.backward(loss, model=...): the loss does not depend on {type(own.module).__name__}, which "
                 "model= names, but on another model. Pass the model whose output it is made from."
             )
+        with ExitStack() as passed:
+            for window in others:
+                passed.enter_context(window.passed_through())
+            super().backward(tensor, own.window, *args, **kwargs)  # type: ignore[arg-type]  # what the plugin asks of it
 
     @override
     def clip_gradients_norm(

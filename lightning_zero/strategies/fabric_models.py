@@ -21,11 +21,13 @@ class SetUpModels:
 
     def __init__(self) -> None:
         self._resolved: WeakKeyDictionary[Module, ResolvedConfig] = WeakKeyDictionary()
+        self.last_resolved: ResolvedConfig | None = None
+        """The config of the model set up last, also when it is gone."""
 
     def add(self, module: Module, resolved: ResolvedConfig) -> None:
         """Remembers a model as the last one set up."""
         self._resolved.pop(module, None)
-        self._resolved[module] = resolved
+        self._resolved[module] = self.last_resolved = resolved
 
     def forget(self, module: Module) -> None:
         """Takes a model out."""
@@ -34,11 +36,6 @@ class SetUpModels:
     def resolved(self, module: Module) -> ResolvedConfig:
         """The config of a model that :meth:`find` or :meth:`meant` has found."""
         return self._resolved[module]
-
-    @property
-    def last(self) -> Module | None:
-        """The model set up last."""
-        return next(reversed(list(self._resolved)), None)
 
     @property
     def all(self) -> list[Module]:
