@@ -50,7 +50,7 @@ RULES = {
         ours=names("errors config _compat.deepspeed _compat.torch"),
     ),
     "integrations": Rule(
-        foreign=names("torch"), lazily=names("transformers"), ours=names("errors _compat.transformers")
+        foreign=names("torch"), lazily=names("transformers peft"), ours=names("errors _compat.transformers")
     ),
     "strategies": LIGHTNING,
     "callbacks": LIGHTNING,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -27,6 +28,14 @@ from lightning_zero.export.safetensors_dir import (
     plan_safetensors,
 )
 from lightning_zero.export.transformers_dir import copy_model_files
+from lightning_zero.integrations.peft import (
+    CONFIG,
+    WEIGHTS,
+    adapted_models,
+    adapter_names,
+    is_adapted,
+    save_adapter_config,
+)
 from lightning_zero.integrations.transformers import is_pretrained, pretrained_models, save_configs
 from lightning_zero.strategies.checkpoints import local_path
 
@@ -35,10 +44,11 @@ _CHUNK = 1 << 20  # elements converted and written at once
 
 @dataclass(frozen=True)
 class Choice:
-    """Which part of a LightningModule is written, and whether as a transformers folder."""
+    """Which part of a LightningModule is written, and whether as a transformers folder or as PEFT's adapter."""
 
     part: Module
-    pretrained: bool
+    pretrained: bool = False
+    adapted: bool = False
 
 
 def choose(module: Module, name: str | None) -> Choice:
@@ -46,8 +56,8 @@ def choose(module: Module, name: str | None) -> Choice:
 
     Args:
         module: The LightningModule.
-        name: The part's name; ``""`` is the LightningModule itself; ``None`` is its transformers model, if it holds
-            one, else the LightningModule itself.
+        name: The part's name; ``""`` is the LightningModule itself; ``None`` is its transformers model, or that with
+            PEFT's adapters around it, if it holds one, else the LightningModule itself.
 
     Raises:
         ConfigError: There is no such part, or there are several transformers models.
@@ -61,15 +71,19 @@ def choose(module: Module, name: str | None) -> Choice:
                 f"{', '.join(child for child, _ in module.named_children())}."
             ) from error
         part = getattr(part, "_orig_mod", part)  # what torch.compile has wrapped
-        return Choice(part, is_pretrained(part))
-    models = pretrained_models(module)
+        return Choice(part, pretrained=is_pretrained(part), adapted=is_adapted(part))
+    adapted = dict(adapted_models(module))
+    inside = tuple(f"{found}." if found else "" for found in adapted)
+    models = [*adapted.items(), *(found for found in pretrained_models(module) if not found[0].startswith(inside))]
     if len(models) > 1:
         names = ", ".join(repr(found) for found, _ in models)
         raise ConfigError(
             f"{type(module).__name__} holds {len(models)} transformers models: {names}. Name one with module=, or "
             "the whole LightningModule with module=''."
         )
-    return Choice(models[0][1], True) if models else Choice(module, False)
+    if not models:
+        return Choice(module)
+    return Choice(models[0][1], pretrained=not adapted, adapted=bool(adapted))
 
 
 def sixteen_bit(config: Mapping[str, Any]) -> torch.dtype:
@@ -109,17 +123,35 @@ def save_gathered(
         CheckpointError: Some rank could not write, or not all ranks called; nothing of it is left.
     """
     chosen = choose(module, name)
-    if name is None and chosen.pretrained:
+    if name is None and (chosen.pretrained or chosen.adapted):
         _warn_of_weights_outside(module, chosen.part)
     training = None if session is None or session.evaluate else session.engine
     live = LiveWeights(chosen.part, training, exclude_frozen=exclude_frozen)
-    renamed = rename_keys([*live.names, *live.aliases], "", strip_compile=True, only_below=False)
-    specs = [TensorSpec(renamed[key], live.shape(key), live.exported_dtype(key, dtype)) for key in live.names]
-    aliases = {renamed[other]: renamed[key] for other, key in live.aliases.items()}
-    plan = plan_safetensors(specs, parse_size(max_shard_size), aliases)
-    # Without the frozen weights, from_pretrained would make up others in their place: no config.json, no such folder.
-    model = chosen.part if chosen.pretrained and not live.left_out else None
-    _Save(local_path(path), plan).run({key: renamed[key] for key in live.names}, live, model, tokenizer)
+    if chosen.adapted:
+        renamed = adapter_names(chosen.part, {key: live.shape(key) for key in live.names})
+        aliases, most = {}, sys.maxsize  # PEFT reads one file
+    else:
+        every = rename_keys([*live.names, *live.aliases], "", strip_compile=True, only_below=False)
+        renamed = {key: every[key] for key in live.names}
+        aliases, most = {every[other]: every[key] for other, key in live.aliases.items()}, parse_size(max_shard_size)
+    specs = [TensorSpec(name, live.shape(key), live.exported_dtype(key, dtype)) for key, name in renamed.items()]
+    plan = plan_safetensors(specs, most, aliases)
+
+    def write_beside(folder: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if chosen.adapted:
+            (folder / plan.files[0].name).rename(folder / WEIGHTS)
+            save_adapter_config(chosen.part, folder)
+        # Without the frozen weights, from_pretrained would make up others in their place: no config.json, no model.
+        elif chosen.pretrained and not live.left_out:
+            configs = folder / "configs"
+            configs.mkdir()
+            save_configs(chosen.part, configs)
+            copy_model_files(configs, folder, plan.main_dtype)
+            discard(configs)
+
+    _Save(local_path(path), plan).run(renamed, live, write_beside)
 
 
 class _Save:
@@ -130,7 +162,7 @@ class _Save:
         self._plan = plan
         self._hidden: Path | None = None
 
-    def run(self, renamed: dict[str, str], live: LiveWeights, model: Any, tokenizer: Any) -> None:
+    def run(self, renamed: dict[str, str], live: LiveWeights, write_beside: Callable[[Path], None]) -> None:
         """Collective: three meetings of all ranks, at which each says how it fared."""
         try:
             [begun, *_] = self._meet(self._begin() if dist.get_rank() == 0 else None)
@@ -142,7 +174,7 @@ class _Save:
                     self._fail(rank, outcome)
             if sum(outcomes) < self._plan.total_size:
                 self._fail(0, f"{sum(outcomes)} of {self._plan.total_size} bytes were found in the engine's buffers")
-            [error, *_] = self._meet(self._publish(model, tokenizer) if dist.get_rank() == 0 else None)
+            [error, *_] = self._meet(self._publish(write_beside) if dist.get_rank() == 0 else None)
             if error is not None:
                 self._fail(0, error)
         except BaseException:
@@ -177,20 +209,13 @@ class _Save:
                 failure = str(error)
         return written if failure is None else failure
 
-    def _publish(self, model: Any, tokenizer: Any) -> str | None:
+    def _publish(self, write_beside: Callable[[Path], None]) -> str | None:
         """Rank 0's last part; what it does not foresee, it still lets the others know."""
         assert self._hidden is not None
         try:
             self._plan.write_index(self._hidden)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(self._hidden)
-            if model is not None:
-                configs = self._hidden / "configs"
-                configs.mkdir()
-                save_configs(model, configs)
-                copy_model_files(configs, self._hidden, self._plan.main_dtype)
-                discard(configs)
-            publish_folder(self._hidden, self._target, STALE)
+            write_beside(self._hidden)
+            publish_folder(self._hidden, self._target, (*STALE, WEIGHTS, CONFIG))
         except (OSError, ValueError, TypeError, RuntimeError) as failure:
             return str(failure)
         self._hidden = None
