@@ -76,17 +76,7 @@ class ByteLlama(L.LightningModule):
     def configure_model(self) -> None:
         if self.net is not None:  # Lightning calls this hook before every run
             return
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=self.hparams.hidden_size,
-            intermediate_size=self.hparams.hidden_size * 8 // 3 // 8 * 8,
-            num_hidden_layers=self.hparams.layers,
-            num_attention_heads=self.hparams.heads,
-            max_position_embeddings=1024,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-        )
-        self.net = LlamaForCausalLM(config)
+        self.net = byte_llama(self.hparams.hidden_size, self.hparams.layers, self.hparams.heads)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.net(input_ids=batch, labels=batch).loss
@@ -110,16 +100,41 @@ class ByteLlama(L.LightningModule):
             betas=(0.9, 0.95),
             weight_decay=self.hparams.weight_decay,
         )
-        warmup, total = self.hparams.warmup_steps, self.trainer.estimated_stepping_batches
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            progress = min(1.0, (step - warmup) / max(1, total - warmup))
-            return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        scheduler = warmup_cosine(optimizer, self.hparams.warmup_steps, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def byte_llama(hidden_size: int, layers: int, heads: int) -> LlamaForCausalLM:
+    """A Llama over bytes with initial weights.
+
+    Args:
+        hidden_size: Width of the model.
+        layers: Number of decoder layers.
+        heads: Number of attention heads.
+    """
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3 // 8 * 8,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=1024,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    return LlamaForCausalLM(config)
+
+
+def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: float) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning rate that rises for ``warmup`` updates and falls to a tenth by a cosine, until update ``total``."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 @torch.no_grad()

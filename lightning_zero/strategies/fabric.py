@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import ClusterEnvironment, Precision
+from lightning.fabric.plugins import ClusterEnvironment, DeepSpeedPrecision, Precision
 from lightning.fabric.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn import Module
@@ -30,6 +30,7 @@ from lightning_zero.strategies import checks, starting
 from lightning_zero.strategies.fabric_checkpointed import FabricCheckpointedStrategy
 from lightning_zero.strategies.fabric_config import FabricConfig
 from lightning_zero.strategies.fabric_models import SetUpModels
+from lightning_zero.strategies.fabric_precision import FabricZeroPrecision
 
 
 class FabricZeroStrategy(FabricCheckpointedStrategy):
@@ -266,7 +267,19 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
             f"clip_val={clip_val!r} cannot be done on sharded gradients. Use fabric.clip_gradients(..., max_norm=...)."
         )
 
-    # Properties that Lightning asks, and details
+    # Properties that Lightning sets or asks, and details
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return self._precision if self._precision is not None else Precision()
+
+    @precision.setter
+    @override
+    def precision(self, precision: Precision | None) -> None:
+        if type(precision) is DeepSpeedPrecision:  # the one that Fabric makes
+            precision = FabricZeroPrecision(precision.precision)  # type: ignore[arg-type]  # the base class widens it
+        self._precision = precision
 
     @property
     @override
