@@ -13,7 +13,7 @@ buffers that it reads, in which each rank finds its own part by itself. They are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +21,54 @@ from torch.nn import Parameter
 
 Part = Callable[[], tuple[int, Tensor]]
 """Gives the first element of a rank's part of a parameter, and the part's elements, flat; read at once."""
+
+
+class Flat(NamedTuple):
+    """A flat fp32 tensor of this rank, which the optimizer has its states for, and what lies in it.
+
+    ``spans`` has a row for each parameter of the group: the parameter, where its elements begin in the flat tensor,
+    which of its own elements is the first there, and how many there are.
+    """
+
+    tensor: Tensor
+    spans: list[tuple[Parameter, int, int, int]]
+
+
+def own_flats(optimizer: Any) -> list[Flat] | None:
+    """This rank's flat fp32 tensors at stages 1 to 3; None for other optimizers, and where they are swapped to NVMe.
+
+    Args:
+        optimizer: ``engine.optimizer``.
+    """
+    if hasattr(optimizer, "round_robin_bit16_offsets"):
+        return [_flat_of_group(optimizer, group) for group in range(len(optimizer.round_robin_bit16_groups))]
+    if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return None
+    groups = range(len(optimizer.fp16_groups))
+    if any(optimizer._swappable_optimizer_subgroup(group) for group in groups):
+        return None
+    return [_flat_of_stage_3(optimizer, group) for group in groups]
+
+
+def _flat_of_group(optimizer: Any, group: int) -> Flat:
+    share = optimizer.single_partition_of_fp32_groups[group]
+    begin = share.numel() * dist.get_rank(optimizer.real_dp_process_group[group])
+    spans = []
+    parameters, offsets = optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group]
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        low = max(offset, begin)
+        high = max(low, min(offset + parameter.numel(), begin + share.numel()))
+        spans.append((parameter, low - begin, low - offset, high - low))
+    return Flat(share, spans)
+
+
+def _flat_of_stage_3(optimizer: Any, group: int) -> Flat:
+    spans = []
+    for parameter in optimizer.fp16_groups[group]:
+        _, position, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = parameter.partition_numel() * parameter.ds_zero_partition_rank
+        spans.append((parameter, position, start, max(0, min(numel, parameter.ds_numel - start))))
+    return Flat(optimizer.fp32_partitioned_groups_flat[group], spans)
 
 
 def own_masters(optimizer: Any) -> dict[Parameter, Part]:
@@ -42,14 +90,10 @@ def own_masters(optimizer: Any) -> dict[Parameter, Part]:
 
 
 def _of_flat_groups(optimizer: Any) -> Iterator[tuple[Parameter, Part]]:
-    for group, parameters in enumerate(optimizer.round_robin_bit16_groups):
-        share = optimizer.single_partition_of_fp32_groups[group].detach()
-        begin = share.numel() * dist.get_rank(optimizer.real_dp_process_group[group])
-        for parameter, offset in zip(parameters, optimizer.round_robin_bit16_offsets[group], strict=True):
-            low = max(offset, begin)
-            high = max(low, min(offset + parameter.numel(), begin + share.numel()))
-            here = share[low - begin : high - begin]
-            yield parameter, _fixed(low - offset, here)
+    for group in range(len(optimizer.round_robin_bit16_groups)):
+        share, spans = _flat_of_group(optimizer, group)
+        for parameter, position, start, numel in spans:
+            yield parameter, _fixed(start, share.detach()[position : position + numel])
 
 
 def _of_stage_3(optimizer: Any, parameter: Any) -> Part:

@@ -27,9 +27,11 @@ from lightning_zero.checkpoint.states import SavedStates
 from lightning_zero.checkpoint.unsharded import unnamed_masters
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Merged", "MergedTensor", "StoredTensor", "merge"]
+__all__ = ["Merged", "MergedTensor", "StoredTensor", "lay_out", "merge"]
 
 Names = Mapping[str, Sequence[int]]
+Parts = Sequence[Sequence[TensorRef]]
+"""Flat partitions, by group and then by rank."""
 
 
 class StoredTensor(Protocol):
@@ -101,6 +103,15 @@ class MergedTensor:
                 count = min(size, numel - done)
                 yield position + done, ref.flat(start + done, count)
             position += numel
+
+    def span(self, start: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Elements ``start`` to ``start + numel``, as (first element after ``start``, flat tensor), each mapped."""
+        position = 0
+        for ref, begin, held in self.pieces:
+            low, high = max(start, position), min(start + numel, position + held)
+            if low < high:
+                yield low - start, ref.flat(begin + low - position, high - low)
+            position += held
 
 
 @dataclass(frozen=True)
@@ -193,14 +204,30 @@ def _owners_by_memory(
     return {place: owner for place, owner in found.items() if owner is not None}
 
 
+def lay_out(states: SavedStates, partitions: Parts) -> dict[str, MergedTensor]:
+    """The parameters whose elements lie in flat partitions, by name.
+
+    Args:
+        states: An opened checkpoint of stage 1, 2 or 3.
+        partitions: What the optimizer keeps for its groups: the fp32 weights, or one of Adam's moments.
+
+    Raises:
+        CheckpointError: The partitions do not add up to the shapes.
+    """
+    return _partitioned(states, partitions) if states.stage == 3 else _flat(states, partitions)
+
+
 def _flat_masters(states: SavedStates) -> dict[str, MergedTensor]:
     """Stages 1 and 2."""
+    return _flat(states, list(zip(*(state["single_partition_of_fp32_groups"] for state in states.optim), strict=True)))
+
+
+def _flat(states: SavedStates, partitions: Parts) -> dict[str, MergedTensor]:
     found: dict[str, MergedTensor] = {}
     shapes: Sequence[Names] = states.model[0]["param_shapes"]
-    partitions = [state["single_partition_of_fp32_groups"] for state in states.optim]
     all_paddings = states.optim[0].get("param_alignment_paddings")  # since DeepSpeed 0.19
     for group, names in enumerate(shapes):
-        parts: list[TensorRef] = [of_rank[group] for of_rank in partitions]
+        parts = partitions[group]
         paddings = all_paddings[group] if all_paddings else ()
         offset = 0
         for index, (name, shape) in enumerate(names.items()):
@@ -237,10 +264,14 @@ def _cut(
 
 def _partitioned_masters(states: SavedStates) -> dict[str, MergedTensor]:
     """Stage 3."""
+    flats = (_swapped_in(states, rank) for rank in range(states.world_size))
+    return _partitioned(states, list(zip(*flats, strict=True)))
+
+
+def _partitioned(states: SavedStates, partitions: Parts) -> dict[str, MergedTensor]:
     found: dict[str, MergedTensor] = {}
-    flats = [_swapped_in(states, rank) for rank in range(states.world_size)]
     for group, names in enumerate(states.model[0]["param_shapes"]):
-        parts: list[TensorRef] = [of_rank[group] for of_rank in flats]
+        parts = partitions[group]
         offset = 0
         for name, shape in names.items():
             found[name] = _rejoin(parts, offset, tuple(shape))

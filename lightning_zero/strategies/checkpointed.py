@@ -27,11 +27,13 @@ from lightning_zero.export.options import parse_dtype
 from lightning_zero.strategies import checkpoints, checks, gathered
 from lightning_zero.strategies.marked import MarkedStrategy
 from lightning_zero.strategies.meeting import meet
+from lightning_zero.strategies.resuming import resume_sharded
 
 
 class CheckpointedStrategy(MarkedStrategy):
     """Saves shards or whole weights, and loads whatever a path stands for."""
 
+    elastic: bool
     _session: EngineSession | None = None
     _saved_between_batches: dict[str, Any] | None = None  # our part of the checkpoint that a run goes on from
 
@@ -148,7 +150,8 @@ class CheckpointedStrategy(MarkedStrategy):
         """Writes whole weights to a folder, at any stage, also after ``fit``; no rank holds all. Collective.
 
         A LightningModule that holds one transformers model gives what that model's ``save_pretrained`` writes, which
-        ``from_pretrained`` reads; any other gives ``model.safetensors`` with its state dict's names.
+        ``from_pretrained`` reads; one with PEFT's adapters around it gives the active adapter, which
+        ``PeftModel.from_pretrained`` reads; any other gives ``model.safetensors`` with its state dict's names.
 
         Args:
             path: The folder, on a disk that all nodes share; it appears when it is whole.
@@ -198,11 +201,12 @@ class CheckpointedStrategy(MarkedStrategy):
     def _resume(self, opened: checkpoints.Opened) -> dict[str, Any]:
         assert self.lightning_module is not None
         self._running.window.clear()
-        return checkpoints.resume_sharded(
+        return resume_sharded(
             self._running,
             opened,
             strict=self.lightning_module.strict_loading,
             exclude_frozen=self.exclude_frozen_parameters,
+            elastic=self.elastic,
             weights_call="trainer.strategy.load_weights(path)",
         )
 

@@ -156,42 +156,6 @@ def open_checkpoint(path: str | PathLike[str]) -> Opened:
     return on_rank_zero(look, f"loading {path}")
 
 
-def resume_sharded(
-    session: EngineSession, opened: Opened, *, strict: bool, exclude_frozen: bool, weights_call: str
-) -> dict[str, Any]:
-    """Loads weights and optimizer states into a training engine. Collective.
-
-    Args:
-        session: A training engine's.
-        opened: A sharded checkpoint.
-        strict: Whether names must be equal.
-        exclude_frozen: Whether frozen parameters may be missing.
-        weights_call: The call that loads weights alone, for messages.
-
-    Returns:
-        What was saved beside them.
-    """
-    manifest, location = opened.manifest, opened.location
-    assert location.tag is not None
-    if not manifest.has_optimizer:
-        raise CheckpointError(
-            f"{manifest.path} holds no optimizer states to go on from. "
-            f"Start a new training from its weights with `{weights_call}`."
-        )
-    saved, here = (manifest.stage, manifest.world_size), (session.stage, dist.get_world_size())
-    if saved != here:
-        raise CheckpointError(
-            f"{manifest.path} was saved at stage {saved[0]} by {saved[1]} ranks, and this run has stage {here[0]} and "
-            f"{here[1]} ranks. Use the same stage and number of processes, or `{weights_call}`."
-        )
-    shapes = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
-    missing_frozen = exclude_frozen or bool(manifest.left_out)
-    state.check_weights(session.module, shapes, strict=strict, where=str(manifest.path), missing_frozen=missing_frozen)
-    loaded = state.load_shards(session.engine, location.root, location.tag)
-    session.follow_loaded_groups()
-    return loaded
-
-
 def lightning_state(opened: Opened, weights_only: bool | None) -> dict[str, Any]:
     """Lightning's state of a checkpoint, with its weights under ``state_dict``, read when they are asked for.
 
@@ -204,7 +168,7 @@ def lightning_state(opened: Opened, weights_only: bool | None) -> dict[str, Any]
     """
     manifest, location = opened.manifest, opened.location
     if location.kind == "sharded":
-        return _while_it_is_there(opened, _sharded_state)
+        return while_it_is_there(opened, _sharded_state)
     if manifest.kind != "lightning":
         raise CheckpointError(
             f"{manifest.path} holds weights and no state of a Trainer, so it cannot be a ckpt_path. "
@@ -233,7 +197,7 @@ def load_weights(
     Raises:
         CheckpointError: The weights do not fit, or the checkpoint is damaged.
     """
-    opened, weights = _while_it_is_there(open_checkpoint(path), lambda opened: (opened, _whole_weights(opened)))
+    opened, weights = while_it_is_there(open_checkpoint(path), lambda opened: (opened, whole_weights(opened)))
     shapes = {tensor.name: tuple(tensor.shape) for tensor in opened.manifest.tensors}
     prefix = _prefix(module, shapes)
     named = {prefix + name: shape for name, shape in shapes.items()}
@@ -284,7 +248,8 @@ class _Prefixed(Mapping[str, Any]):
         return len(self._weights)
 
 
-def _whole_weights(opened: Opened) -> Mapping[str, torch.Tensor]:
+def whole_weights(opened: Opened) -> Mapping[str, torch.Tensor]:
+    """The weights of a checkpoint, each read when it is asked for."""
     return load_full_state_dict(opened.location.root, tag=opened.location.tag)
 
 
@@ -294,16 +259,17 @@ def sharded_client_state(opened: Opened) -> dict[str, Any]:
     Args:
         opened: The checkpoint.
     """
-    return _while_it_is_there(opened, _client_state)
+    return while_it_is_there(opened, client_state)
 
 
-def _client_state(opened: Opened) -> dict[str, Any]:
+def client_state(opened: Opened) -> dict[str, Any]:
+    """The same, of the checkpoint as it was opened."""
     content = _load(_model_file(opened.location), weights_only=False)
     return {key: value for key, value in content.items() if key not in DEEPSPEED_KEYS}
 
 
 def _sharded_state(opened: Opened) -> dict[str, Any]:
-    return {**for_trainer(_client_state(opened)), "state_dict": _whole_weights(opened)}
+    return {**for_trainer(client_state(opened)), "state_dict": whole_weights(opened)}
 
 
 def for_trainer(client: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +309,7 @@ def read_file(path: str | PathLike[str], *, weights_only: bool) -> dict[str, Any
     return content
 
 
-def _while_it_is_there(opened: Opened, read: Callable[[Opened], T]) -> T:
+def while_it_is_there(opened: Opened, read: Callable[[Opened], T]) -> T:
     """What all ranks read; from the newer tag when another run has overwritten the checkpoint meanwhile. Collective."""
     while True:
         error = None

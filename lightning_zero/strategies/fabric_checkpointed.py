@@ -23,6 +23,7 @@ from lightning_zero.strategies.fabric_models import SetUpModels
 class FabricCheckpointedStrategy(FabricLaunchedStrategy):
     """Saves shards or whole weights, and loads whatever a path stands for."""
 
+    elastic: bool
     _models: SetUpModels
 
     @override
@@ -84,6 +85,7 @@ class FabricCheckpointedStrategy(FabricLaunchedStrategy):
             {} if state is None else state,
             strict=strict,
             weights_only=weights_only,
+            elastic=self.elastic,
             exclude_frozen=self.exclude_frozen_parameters,
         )
 
