@@ -37,6 +37,7 @@ def run(options: Namespace) -> int:
     """
     manifest = inspect_checkpoint(options.checkpoint, tag=options.tag)
     console().print(table(facts(manifest)))
+    console().print()
     console().print(table(((file.name, size(file.size)) for file in manifest.files), ("file", "size")))
     if options.tensors:
         rows = ((item.name, _shape(item), _dtype(item), _role(item)) for item in manifest.tensors)

@@ -99,7 +99,7 @@ def _wrong_value(place: list[str], given: str, expected: list[str]) -> str:
         words = ["a name such as zero2", "a class_path with its init_args"]
     whole = _as_whole_number(given)
     if whole and words[:1] == ["a whole number"]:
-        words[0] += f", such as {whole},"
+        words[0] += f" such as {whole}"
     shown = given if len(given) <= _LONGEST else given[:_LONGEST] + "..."
     kind = " the list" if given.startswith("[") else ""
     wanted = " or ".join(words) if words else "another value"

@@ -74,16 +74,16 @@ class ZeroCLI(LightningCLI):
         except ArgumentError as error:
             raise ConfigError(explained(str(error), _parameters(self.trainer_class))) from error
         self.settings.pop("debug", None)  # a saved config is for any LightningCLI
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        """Refuses a strategy name that is not registered, and lets errors of strategies and callbacks name the YAML."""
         name = self.settings.get("trainer.strategy")
         names = StrategyRegistry.available_strategies()
         if isinstance(name, str) and name not in ("auto", *names):
             near = nearest(name, names, cutoff=0.5)
             hint = f"Write {near}." if near else f"Write one of {', '.join(names)}."
             raise ConfigError(f"trainer.strategy: there is none named {name}. {hint}")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Lets errors of strategies and callbacks name the YAML."""
         self.parser.add_instantiator(self._saying_where("trainer.strategy.init_args"), Strategy)
         self.parser.add_instantiator(self._saying_where("trainer.callbacks"), Callback)
 

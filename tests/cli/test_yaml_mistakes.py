@@ -34,7 +34,7 @@ MISTAKES = {
     "misspelt init_arg, the remedy": (zero("{stge: 3}"), "Write stage."),
     "a word for a number": (zero("{micro_batch_size: eight}"), f"{STRATEGY}.micro_batch_size: is eight. Write a whole"),
     "5e8 for a whole number": (f"{RUN}  max_steps: 5e8", "trainer.max_steps: is 500000000.0. Write a whole number"),
-    "5e8, the remedy": (zero("{micro_batch_size: 5e8}"), "such as 500000000, or null."),
+    "5e8, the remedy": (zero("{micro_batch_size: 5e8}"), "Write a whole number such as 500000000 or null."),
     "a stage that there is not": (zero("{stage: 5}"), f"{STRATEGY}.stage: is 5. Write 0, 1, 2, 3 or null."),
     "misspelt name": (
         f"{RUN}  strategy: zero3_ofload",
