@@ -212,9 +212,10 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
         resolved = self._fabric_config.for_evaluation(module)
         self._models.add(module, resolved)
         if self.zero_stage_3:
-            return self._start(starting.start_evaluation, module, resolved).engine
-        starting.settle_for_evaluation(module, resolved.config)
-        return module
+            self._start(starting.start_evaluation, module, resolved)
+        else:
+            starting.settle_for_evaluation(module, resolved.config)
+        return module  # the engine's hooks are in it; its outputs would refuse the gradients of a model in front of it
 
     # Training
 

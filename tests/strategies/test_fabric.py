@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from torch import nn
+from torchmetrics import SumMetric
 
 import lightning_zero
 from lightning_zero import ConfigError, FabricZeroStrategy
@@ -187,6 +188,21 @@ def test_bf16_loop(stage: int) -> None:
     expected = train(launched("ddp"), "sgd", epochs=1, clip=1.0)
     assert largest_difference(actual.weights, expected.weights) < 0.02
     assert actual.norms == pytest.approx(expected.norms, rel=0.05)
+
+
+@ranks(1)
+def test_metrics_keep_fp32() -> None:
+    """P5: the state of a metric inside a model under ``bf16-true`` counts 300 ones, where bf16 stops at 256."""
+    for stage in (2, 3):
+        fabric = launched(FabricZeroStrategy(stage=stage), devices=1, precision="bf16-true")
+        with fabric.init_module():
+            network = nn.ModuleDict({"net": body(), "ones": SumMetric()})
+        fabric.setup(network, optimizer_for("sgd", network))
+        for _ in range(300):
+            network["ones"].update(torch.ones(1))
+        assert network["ones"].compute().item() == 300
+        assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
+        fabric.strategy.release()
 
 
 @ranks(1)

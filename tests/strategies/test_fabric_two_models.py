@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_zero import FabricZeroStrategy
+from lightning_zero import ConfigError, FabricZeroStrategy
 from tests.harness import ranks
 from tests.models import WIDTH, largest_difference, whole_weights
 from tests.strategies.fabric_loops import launched
@@ -102,7 +103,37 @@ def backward_of(fabric: Fabric, loss: Tensor, model: Any) -> None:
     fabric.backward(loss, model=model)
 
 
-def two_models(fabric: Fabric) -> tuple[Any, Any, Any, Any]:
-    made, judge = generator(), critic()
-    raw_g, raw_d = optimizers(made, judge)
-    return (*fabric.setup(made, raw_g), *fabric.setup(judge, raw_d))
+@ranks(2)
+def test_through_a_frozen_model() -> None:
+    """Gradients go through a model that was set up for inference to the one that trains, as in plain torch."""
+    plain, judge = generator(), critic().requires_grad_(False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for round_ in range(ROUNDS):
+        judge(plain(data(round_)[0])).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = whole_weights(plain)
+    for stage in (0, 2, 3):
+        fabric = launched(FabricZeroStrategy(stage=stage))
+        with fabric.init_module():
+            made, frozen = generator(), critic().requires_grad_(False)
+        model, optimizer = fabric.setup(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        score = fabric.setup(frozen)
+        for round_ in range(ROUNDS):
+            fabric.backward(score(model(data(round_)[0][fabric.global_rank :: 2])).mean(), model=model)
+            optimizer.step()
+        assert largest_difference(whole_weights(made), expected) < 1e-6, stage
+        fabric.strategy.release()
+
+
+@ranks(1)
+def test_two_models_on_nvme(nvme_ops: None, tmp_path: Path) -> None:
+    """A second model whose engine would delete the swap files of the first is refused, until the first is released."""
+    fabric = launched(FabricZeroStrategy(preset="zero3_nvme", nvme_path=tmp_path), devices=1)
+    with fabric.init_module():
+        first, second = nn.Linear(128, 128), nn.Linear(128, 128)
+    fabric.setup(first, torch.optim.AdamW(first.parameters()))
+    with pytest.raises(ConfigError, match=r"Linear swaps to NVMe already.*release"):
+        fabric.setup(second, torch.optim.AdamW(second.parameters()))
+    fabric.strategy.release()
+    fabric.setup(second, torch.optim.AdamW(second.parameters()))
