@@ -44,6 +44,7 @@ def train(
     accumulate: int = 1,
     clip: float | None = None,
     blocking: bool = True,
+    abandon: bool = False,
     build: Callable[[], nn.Module] = body,
     epochs: int = 2,
 ) -> Looped:
@@ -55,6 +56,7 @@ def train(
         accumulate: Micro-batches in one update; leftovers at an epoch's end make none.
         clip: Largest gradient norm.
         blocking: Whether ``no_backward_sync`` is used.
+        abandon: Whether a backward pass before each window is dropped by ``zero_grad``.
         build: Makes the model.
         epochs: Rounds over six batches.
     """
@@ -67,6 +69,9 @@ def train(
     result = Looped({}, [], [])
     for count, (rows, targets) in enumerate(itertools.chain(*(batches for _ in range(epochs))), start=1):
         accumulating = count % accumulate != 0
+        if abandon and count % accumulate == 1:
+            fabric.backward(model(rows).pow(2).sum())
+            optimizer.zero_grad()
         with fabric.no_backward_sync(model, enabled=accumulating and blocking):
             fabric.backward(nn.functional.mse_loss(model(rows), targets) / accumulate)
         if accumulating:

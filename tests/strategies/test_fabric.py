@@ -308,6 +308,11 @@ def test_pretrained_inside_init_module(tmp_path: Path) -> None:
             model = LlamaForCausalLM.from_pretrained(tmp_path / "given")
         assert all(parameter.numel() == 0 for parameter in model.parameters())
         assert largest_difference(whole_weights(model), whole_weights(whole)) == 0
+    with fabric.init_module():
+        model = LlamaForCausalLM(llama_config())
+    assert largest_difference(whole_weights(model), whole_weights(whole)) > 0
+    fabric.load_raw(tmp_path / "given", model)
+    assert largest_difference(whole_weights(model), whole_weights(whole)) == 0
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
     ids = torch.arange(8).reshape(1, 8)
     fabric.backward(wrapped(input_ids=ids, labels=ids).loss)

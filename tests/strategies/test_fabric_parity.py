@@ -27,3 +27,14 @@ def test_updates_equal_ddp() -> None:
                 assert actual.lrs == expected.lrs, case
                 assert actual.norms == pytest.approx(expected.norms, rel=1e-5), case
                 assert largest_difference(actual.weights, expected.weights) < TOLERANCE[optimizer], case
+
+
+@ranks(2, timeout=400)
+def test_offload_and_abandoned_windows() -> None:
+    """A9: with CPU offload, too, four backward passes add up, and a window that is abandoned leaves nothing behind."""
+    for abandon in (False, True):
+        expected = train(launched("ddp"), accumulate=4, clip=0.1, abandon=abandon)
+        for strategy in ("zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload"):
+            actual = train(launched(strategy), accumulate=4, clip=0.1, abandon=abandon)
+            assert actual.norms == pytest.approx(expected.norms, rel=1e-5), (strategy, abandon)
+            assert largest_difference(actual.weights, expected.weights) < 1e-5, (strategy, abandon)
