@@ -67,7 +67,11 @@ def block_of(page: str, language: str, begin: str = "") -> str:
 
 def readme() -> dict[str, Any]:
     Path("ds.json").write_text(block_of("README.md", "json"))
-    return {}
+    return fabric()
+
+
+def fabric() -> dict[str, Any]:
+    return {"MyModel": lambda: torch.nn.Linear(7, 3), "loader": DataLoader(Rows(32).inputs, batch_size=2)}
 
 
 def launching() -> dict[str, Any]:
@@ -89,6 +93,7 @@ def migrating() -> dict[str, Any]:
 
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": readme,
+    "docs/fabric.md": fabric,
     "docs/launching.md": launching,
     "docs/migrating.md": migrating,
 }
