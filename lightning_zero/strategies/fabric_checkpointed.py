@@ -49,7 +49,7 @@ class FabricCheckpointedStrategy(FabricLaunchedStrategy):
         checks.no_storage_options(storage_options)
         fabric_checkpoints.save(
             self._models,
-            self.broadcast(path),
+            path,
             state,
             filters=filter,
             exclude_frozen=self.exclude_frozen_parameters,

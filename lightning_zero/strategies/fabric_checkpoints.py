@@ -18,7 +18,7 @@ from lightning_zero.engine.session import EngineSession, session_of
 from lightning_zero.errors import CheckpointError, ConfigError
 from lightning_zero.strategies import checkpoints
 from lightning_zero.strategies.fabric_models import SetUpModels
-from lightning_zero.strategies.meeting import meet
+from lightning_zero.strategies.meeting import meet, on_rank_zero
 from lightning_zero.strategies.resuming import resume_sharded
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
@@ -112,7 +112,8 @@ def save(
             )
     client = {_stored(key): _filtered(_plain(value), (filters or {}).get(key)) for key, value in parts.others.items()}
     meet(path, call="fabric.save")
-    checkpoints.save_sharded(parts.training, client, path, exclude_frozen=exclude_frozen)
+    agreed = on_rank_zero(lambda: path, f"saving {path}")
+    checkpoints.save_sharded(parts.training, client, agreed, exclude_frozen=exclude_frozen)
 
 
 def load(

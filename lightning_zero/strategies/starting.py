@@ -13,7 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero._compat.lightning import IS_INTERACTIVE, validate_device_indices
+from lightning_zero._compat import lightning as _lightning
 from lightning_zero.engine import ops
 from lightning_zero.engine.initialize import join_process_group, sharded_init, whole_init
 from lightning_zero.engine.partition import (
@@ -49,7 +49,7 @@ def build_ops(
         local_rank: This rank's number on its host.
     """
     if device.type == "cuda" and devices is not None:
-        validate_device_indices(list(devices))
+        _lightning.validate_device_indices(list(devices))
     ops.build_ops(ops.required_ops(config, device.type), local_rank=local_rank)
 
 
@@ -72,7 +72,7 @@ def needs_launcher(processes: int) -> bool:
     Raises:
         ConfigError: They are, in a notebook, where that cannot be done.
     """
-    if not IS_INTERACTIVE:
+    if not _lightning.IS_INTERACTIVE:
         return True
     # One process needs no launcher, and Lightning's is refused in notebooks.
     if processes > 1:

@@ -143,6 +143,13 @@ def test_pytorch_lightning_trainer_is_refused(order: str) -> None:
     assert "`import lightning as L`" in stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("order", ["lightning_zero, lightning_fabric", "lightning_fabric, lightning_zero"])
+def test_lightning_fabric_is_refused(order: str) -> None:
+    """A Fabric of the package ``lightning_fabric`` is told which one to use, whichever package comes first."""
+    stderr = _fails(f"import {order}\nlightning_fabric.Fabric(strategy='zero2', accelerator='cpu', devices=2)")
+    assert "Use `import lightning as L` and `L.Fabric`" in stderr
+
+
 def test_pytorch_lightning_trainer_refuses_an_instance() -> None:
     """pytorch_lightning's own refusal of an instance shows for which Trainer the instance is."""
     stderr = _fails("import pytorch_lightning\npytorch_lightning.Trainer(strategy=lightning_zero.ZeroStrategy())")
@@ -152,5 +159,6 @@ def test_pytorch_lightning_trainer_refuses_an_instance() -> None:
 def test_notebook() -> None:
     """In a notebook, several processes are refused with the remedy and one process trains."""
     start = "import lightning_zero._compat.lightning as compat\ncompat.IS_INTERACTIVE = True\n"
-    stderr = _fails(f"{start}trainer('zero2', devices=2)")
-    assert "devices=1" in stderr.splitlines()[-1]
+    for made in ("trainer('zero2', devices=2)", "L.Fabric(strategy='zero2', accelerator='cpu', devices=2)"):
+        stderr = _fails(f"{start}import lightning as L\n{made}")
+        assert "devices=1" in stderr.splitlines()[-1]
