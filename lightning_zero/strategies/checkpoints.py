@@ -22,6 +22,7 @@ from lightning_zero.checkpoint.publish import Save, abandon_save, begin_save, pu
 from lightning_zero.checkpoint.source import open_path
 from lightning_zero.checkpoint.states import DEEPSPEED_KEYS
 from lightning_zero.engine import state
+from lightning_zero.engine.empty_states import written_as_shards
 from lightning_zero.engine.session import EngineSession
 from lightning_zero.errors import CheckpointError, CheckpointNotFoundError
 from lightning_zero.export.atomic import staged_folder
@@ -65,7 +66,8 @@ def save_sharded(
     client = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     client[CLIENT_STATE_KEY] = {**client.get(CLIENT_STATE_KEY, {}), "rng": state.rng_states()}
     save = on_rank_zero(lambda: begin_save(local_path(path)), f"saving {path}")
-    error = state.save_shards(session.engine, save.root, save.written, client, exclude_frozen=exclude_frozen)
+    with written_as_shards(session.module):
+        error = state.save_shards(session.engine, save.root, save.written, client, exclude_frozen=exclude_frozen)
     _finish(save, state.all_errors(error), lambda: _publish(save, session.module))
 
 

@@ -23,6 +23,7 @@ from lightning_zero.config.explain import explain
 from lightning_zero.config.resolve import ResolvedConfig
 from lightning_zero.config.sources import compose
 from lightning_zero.engine.accumulation import windows_behind
+from lightning_zero.engine.empty_states import refuse_empty_state_dict
 from lightning_zero.engine.session import EngineSession, end_session
 from lightning_zero.errors import ConfigError
 from lightning_zero.integrations.transformers import Zero3Marker
@@ -312,7 +313,14 @@ class FabricZeroStrategy(FabricCheckpointedStrategy):
     def _start(
         self, start: Callable[..., EngineSession], module: Module, resolved: ResolvedConfig, **kwargs: Any
     ) -> EngineSession:
-        return start(module, resolved.config, device=self.root_device, local_rank=self.local_rank, **kwargs)
+        session = start(module, resolved.config, device=self.root_device, local_rank=self.local_rank, **kwargs)
+        if self.zero_stage_3:
+            refuse_empty_state_dict(
+                module,
+                "Save it with `fabric.save`, or its whole weights with `fabric.strategy.save_gathered_weights`, on "
+                "every rank.",
+            )
+        return session
 
 
 class _AccumulationControl:

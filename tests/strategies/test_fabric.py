@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import SumMetric
 
 import lightning_zero
-from lightning_zero import ConfigError, FabricZeroStrategy
+from lightning_zero import CheckpointError, ConfigError, FabricZeroStrategy
 from tests.harness import ranks
 from tests.models import WIDTH, body, largest_difference, loader, whole_weights
 from tests.pretrained import llama_config
@@ -267,7 +267,7 @@ def test_gradients_that_are_not_finite() -> None:
 
 @ranks(2)
 def test_a_closure_and_callbacks() -> None:
-    """A closure runs its backward pass before the step, its value comes back, and Fabric's callback hook is called."""
+    """A closure runs before the step and its value comes back, Fabric's callback is called, the scheduler returned."""
     called = []
 
     class Counts:
@@ -278,7 +278,10 @@ def test_a_closure_and_callbacks() -> None:
     with fabric.init_module():
         network = body()
     assert all(parameter.numel() == 0 for parameter in network.parameters())
-    model, optimizer = fabric.setup(network, optimizer_for("sgd", network))
+    raw = optimizer_for("sgd", network)
+    given = torch.optim.lr_scheduler.StepLR(raw, 1)
+    model, optimizer, scheduler = fabric.setup(network, raw, scheduler=given)
+    assert scheduler is given
     before = whole_weights(network)
 
     def closure() -> float:
@@ -322,10 +325,16 @@ def test_pretrained_inside_init_module(tmp_path: Path) -> None:
         length = 3 + 2 * fabric.global_rank
         written = wrapped.generate(input_ids=ids, max_new_tokens=length, min_new_tokens=length)
     assert written.shape[1] == 8 + length
+    for save in (wrapped.state_dict, lambda: model.save_pretrained(tmp_path / "empty")):
+        with pytest.raises(CheckpointError, match=r"LlamaForCausalLM\.state_dict\(\) would hold empty tensors.*fabric"):
+            save()
+    fabric.save(tmp_path / "last.ckpt", {"model": wrapped})
+    assert (tmp_path / "last.ckpt" / "transformers" / "config.json").is_file()
     fabric.strategy.save_gathered_weights(tmp_path / "exported", dtype="auto")
     exported = LlamaForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
     expected = {name: weight.bfloat16().float() for name, weight in whole_weights(whole).items()}
     assert largest_difference(whole_weights(exported), expected) == 0
+    fabric.strategy.release()
 
 
 def test_the_two_strategies_share_no_lines() -> None:
