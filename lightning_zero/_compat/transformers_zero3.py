@@ -122,7 +122,7 @@ def loading_into_shards(
 @contextmanager
 def resizing_whole(
     *,
-    make_whole: Callable[[Module], None],
+    make_whole: Callable[[Module, set[str] | None], None],
     shard: Callable[[Module], None],
     built_whole: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[None]:
@@ -132,7 +132,7 @@ def resizing_whole(
     ``mean_resizing=True``.
 
     Args:
-        make_whole: Makes the parameters of a module ordinary ones.
+        make_whole: Makes parameters of a module ordinary ones: those of these names, or all.
         shard: Shards the whole parameters of a model, of which others are sharded already.
         built_whole: A context in which models are built whole.
     """
@@ -146,7 +146,7 @@ def resizing_whole(
             return original(model, *args, **kwargs)
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             if module is not None:
-                make_whole(module)
+                make_whole(module, None)
         with built_whole():
             resized = original(model, *args, **kwargs)
         shard(model)

@@ -70,7 +70,7 @@ def restore_whole(module: Module, names: set[str] | None = None) -> None:
 
 
 def shard_like_the_rest(module: Module) -> None:
-    """Shards the whole parameters of a module as its sharded ones are, with rank 0's values. Collective.
+    """Shards the whole parameters of a module as its sharded ones are, in their type, with rank 0's values. Collective.
 
     Args:
         module: A module built under ``zero.Init``; one without any sharded parameter stays whole.
@@ -79,6 +79,9 @@ def shard_like_the_rest(module: Module) -> None:
     whole = [parameter for parameter in parameters if not is_partitioned(parameter)]
     sharded = next((parameter for parameter in parameters if is_partitioned(parameter)), None)
     if whole and sharded is not None:
+        for parameter in whole:
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(sharded.dtype)
         sharded.convert_to_zero_parameters(param_list=whole)  # type: ignore[attr-defined]
 
 

@@ -178,15 +178,15 @@ class Sharding:
         gather: A context in which parameters are whole, and after which all ranks keep the writer's values.
         writer: Whether this rank's values are those that are kept.
         whole_shape: Shape of a sharded parameter; ``None`` for any other tensor.
-        make_whole: Makes the parameters of a module ordinary ones.
-        shard: Shards the whole parameters of a model, of which others are sharded already.
+        make_whole: Makes parameters of a module ordinary ones: those of these names, or all.
+        shard: Shards the whole parameters of a model, of which others are sharded already, in the type of these.
         built_whole: A context in which models are built whole.
     """
 
     gather: Callable[[Sequence[Parameter]], AbstractContextManager[None]]
     writer: bool
     whole_shape: Callable[[Tensor], Size | None]
-    make_whole: Callable[[Module], None]
+    make_whole: Callable[[Module, set[str] | None], None]
     shard: Callable[[Module], None]
     built_whole: Callable[[], AbstractContextManager[None]]
 

@@ -28,6 +28,7 @@ from lightning_zero.engine.partition import (
 from lightning_zero.engine.session import EngineSession, end_session
 from lightning_zero.engine.swap_folder import claim_swap_folders, refuse_too_little_room
 from lightning_zero.errors import ConfigError
+from lightning_zero.integrations.peft import adapted_whole
 from lightning_zero.integrations.transformers import (
     Sharding,
     Zero3Marker,
@@ -103,6 +104,7 @@ def built_sharded(config: Mapping[str, Any], *, local_rank: int) -> Iterator[Non
     )
     with (
         built_by_transformers(Zero3Marker(config), sharding),
+        adapted_whole(sharding, suspended=whole_init),
         filled_whole(),
         sharded_init(config, enabled=True, local_rank=local_rank),
     ):

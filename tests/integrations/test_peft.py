@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def fitted(stage: int, epochs: int, **options: Any) -> tuple[Adapted, Any]:
     return module, run
 
 
+class Reloaded(pretrained.Pretrained):
+    """A Llama with adapters read from a folder."""
+
+    def configure_model(self) -> None:
+        from peft import PeftModel
+
+        if self.nets is None:
+            super().configure_model()
+            self.nets["llama"] = PeftModel.from_pretrained(self.nets["llama"], "adapters", is_trainable=True)
+
+
 @ranks(2)
 def test_adapters_train_resume_and_are_exported() -> None:
     """W9: LoRA and a copied head begin at stage 3 with the values that the seed gives at stage 0, learn alike through a
@@ -82,6 +94,16 @@ def test_adapters_train_resume_and_are_exported() -> None:
     logits = loaded(batch).logits
     with run.strategy.generation_context(), torch.no_grad():
         assert torch.allclose(module.nets["llama"](batch).logits, logits, atol=1e-5)
+
+    other = Reloaded("llama")
+    other.on_fit_start = lambda: initial.update(whole_weights(other.nets["llama"]))  # type: ignore[method-assign]
+    initial: dict[str, Tensor] = {}
+    trainer(ZeroStrategy(stage=3), epochs=1).fit(other, pretrained.tokens(1, ranks=2))
+    assert all(hasattr(parameter, "ds_id") for parameter in other.parameters())
+    assert initial.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(initial[name], value), name
+
     merged = loaded.merge_and_unload()
     if os.environ["RANK"] == "0":
         merged.save_pretrained("merged")
@@ -89,3 +111,24 @@ def test_adapters_train_resume_and_are_exported() -> None:
         assert torch.allclose(again(batch).logits, logits, atol=1e-5)
         assert not torch.allclose(AutoModelForCausalLM.from_pretrained("models/llama")(batch).logits, logits, atol=1e-2)
     run.strategy.barrier()
+
+
+@ranks(2)
+def test_adapters_in_16_bits() -> None:
+    """Under ``bf16-mixed`` PEFT casts new adapters to fp32; at stage 3 they are sharded in bf16 all the same, without
+    a warning about whole parameters, with the values of stage 0, and learn.
+    """
+    pretrained.save({"llama": pretrained.whole_models()["llama"]})
+    losses = {}
+    initial = {}
+    for stage in (3, 0):
+        module = Adapted()
+        run = trainer(ZeroStrategy(stage=stage), epochs=1, precision="bf16-mixed")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*exist whole on every rank")
+            run.fit(module, pretrained.tokens(2, ranks=2))
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+        initial[stage], losses[stage] = module.initial, torch.tensor(module.losses)
+    for name, value in initial[0].items():
+        assert torch.equal(initial[3][name], value.bfloat16().float()), name
+    assert torch.allclose(losses[3], losses[0], atol=0.05)
