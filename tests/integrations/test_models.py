@@ -196,3 +196,37 @@ def test_an_expert_without_a_token() -> None:
         run.fit(module, loader(), loader())
         weights.append(whole_weights(module))
     assert largest_difference(*weights) < 1e-6
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is used again outside the embedding's own forward, and a convolution used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.convolution = nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.embedding((rows.abs() * 5).long() % 11).transpose(1, 2)
+        hidden = self.convolution(torch.tanh(self.convolution(hidden))).mean(2)
+        return nn.functional.linear(hidden, self.embedding.weight)[:, :3]
+
+
+class UsedOutside(Regression):
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(4)
+            self.net = Tied()
+
+
+@ranks(2)
+def test_a_weight_used_outside_its_module() -> None:
+    """M6: ``F.linear(x, self.embedding.weight)`` and a convolution used twice in a step learn as at stage 0."""
+    weights = []
+    for stage in (3, 0):
+        module = UsedOutside("sgd", scheduler=False)
+        overrides = {"zero_optimization.stage3_param_persistence_threshold": 0}
+        run = trainer(ZeroStrategy(stage=stage, overrides=overrides if stage == 3 else None), epochs=1)
+        run.fit(module, loader(), loader())
+        weights.append(whole_weights(module))
+    assert largest_difference(*weights) < 1e-6
