@@ -1,7 +1,9 @@
 """The deepspeed launcher's variables, as a cluster environment."""
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_zero import ConfigError
 from lightning_zero.strategies.environment import DeepSpeedEnvironment, recognise
@@ -57,6 +59,15 @@ def test_what_the_user_passes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recognise(mine) is mine
     assert isinstance(recognise(SLURMEnvironment()), DeepSpeedEnvironment)
     assert recognise(None) is None
+
+
+def test_fabric_recognises_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Fabric that the launcher started on the second node takes its ranks from there, without a plugin."""
+    launched(monkeypatch, 3, 1, 1)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # a Fabric sets it, for the whole process
+    fabric = Fabric(strategy="zero2", accelerator="cpu", devices=2, num_nodes=2)
+    assert isinstance(fabric.strategy.cluster_environment, DeepSpeedEnvironment)
+    assert (fabric.global_rank, fabric.node_rank, fabric.local_rank, fabric.world_size) == (3, 1, 1, 4)
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2), (4, 1)])

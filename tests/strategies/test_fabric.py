@@ -328,6 +328,7 @@ def test_pretrained_inside_init_module(tmp_path: Path) -> None:
     for save in (wrapped.state_dict, lambda: model.save_pretrained(tmp_path / "empty")):
         with pytest.raises(CheckpointError, match=r"LlamaForCausalLM\.state_dict\(\) would hold empty tensors.*fabric"):
             save()
+    fabric.load(tmp_path / "given", {"model": wrapped})
     fabric.save(tmp_path / "last.ckpt", {"model": wrapped})
     assert (tmp_path / "last.ckpt" / "transformers" / "config.json").is_file()
     fabric.strategy.save_gathered_weights(tmp_path / "exported", dtype="auto")
