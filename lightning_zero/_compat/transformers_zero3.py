@@ -185,7 +185,9 @@ def _fill(
     def put(model: Any, name: str, value: Any, info: Any, *others: Any) -> None:
         shape = shapes.get(name)
         if shape is None:
-            put_whole(model, name, value, info, *others)
+            # ``zero.Init`` has put buffers on the device, and the engine moves nothing that was made under it.
+            here = value.to(held[name].device) if name in held else value
+            put_whole(model, name, here, info, *others)
             return
         info.missing_keys.discard(name)
         if value.shape != shape:
