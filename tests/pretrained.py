@@ -24,13 +24,22 @@ def llama_config(**changes: Any) -> Any:
 
 
 def whole_models() -> dict[str, Any]:
-    """One model of each kind: a decoder, an encoder, a pair with tied embeddings, one for images, one with experts."""
+    """One model of each kind: a decoder, an encoder, a pair with tied embeddings, two for images (of which one has
+    running statistics), one with experts.
+    """
     import transformers as hf
 
     torch.manual_seed(3)
     layers = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    resnet = hf.ResNetForImageClassification(
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic", num_labels=3)
+    )
+    for name, buffer in resnet.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.5, 1.5)
     return {
+        "resnet": resnet,
         "llama": hf.LlamaForCausalLM(llama_config()),
         "bert": hf.BertForMaskedLM(hf.BertConfig(**TEXT, **layers, **no_dropout, max_position_embeddings=16)),
         "t5": hf.T5ForConditionalGeneration(
@@ -91,6 +100,7 @@ class Pretrained(L.LightningModule):
             "bert": hf.AutoModelForMaskedLM,
             "t5": hf.AutoModelForSeq2SeqLM,
             "vit": hf.AutoModelForImageClassification,
+            "resnet": hf.AutoModelForImageClassification,
         }
         self.nets = torch.nn.ModuleDict(
             {
@@ -102,7 +112,7 @@ class Pretrained(L.LightningModule):
         )
 
     def loss_of(self, name: str, tokens: Tensor) -> Tensor:
-        if name == "vit":
+        if name in ("vit", "resnet"):
             pixels = (tokens[:, :1, None, None] + torch.arange(192).view(1, 3, 8, 8)) % 7 / 7.0
             loss: Tensor = self.nets[name](pixel_values=pixels.to(self.dtype), labels=tokens[:, 0] % 3).loss
         else:

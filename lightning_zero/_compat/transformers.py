@@ -18,8 +18,9 @@ def gathering_initialisation(gather: Gather) -> Iterator[None]:
 
     Under ``zero.Init`` a parameter is sharded as soon as its module has been made, and the initialisation that a model
     runs at the end of its own constructor would fill empty tensors: torch's defaults would stay, without a word. Rank 0
-    fills, the others take its numbers; all draw the same ones, so that their generators stay in step. What a checkpoint
-    has filled (``_is_hf_initialized``) is not gathered: nothing is drawn for it.
+    fills, the others take its numbers; all draw the same ones, so that their generators stay in step. A module that a
+    checkpoint has filled (``_is_hf_initialized`` on each tensor) is passed over: transformers would draw nothing for it,
+    but its rules may look at the whole shape.
 
     Args:
         gather: A context in which parameters are whole, and after which all ranks keep rank 0's values.
@@ -46,9 +47,10 @@ def _apply(module: Module, fill: Callable[[Module, bool], None], custom: bool, g
     children = list(module.children())
     for child in children:
         _apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else fill, custom, gather)
-    parameters = list(module.parameters(recurse=False))
-    for child in children:
-        if not isinstance(child, PreTrainedModel):
-            parameters.extend(child.parameters(recurse=False))
-    with gather([parameter for parameter in parameters if not getattr(parameter, "_is_hf_initialized", False)]):
+    filled = [module, *(child for child in children if not isinstance(child, PreTrainedModel))]
+    parameters = [parameter for part in filled for parameter in part.parameters(recurse=False)]
+    buffers = [buffer for part in filled for buffer in part.buffers(recurse=False)]
+    if parameters and all(getattr(tensor, "_is_hf_initialized", False) for tensor in (*parameters, *buffers)):
+        return
+    with gather(parameters):
         fill(module, custom)
