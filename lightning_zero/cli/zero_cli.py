@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
@@ -20,6 +21,17 @@ from lightning_zero.cli.failures import DEBUG, exit_code_of
 from lightning_zero.cli.parse_errors import explained
 from lightning_zero.config.keys import nearest
 from lightning_zero.errors import ConfigError
+
+_PLACE_OF_SAVE = 2  # of save_config_callback among the arguments
+
+
+class _SaveBesideLogs(SaveConfigCallback):
+    """Saves the YAML of a run beside its logs; without a logger it would be where the program was started."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class ZeroCLI(LightningCLI):
@@ -41,6 +53,8 @@ class ZeroCLI(LightningCLI):
     _refusal: ConfigError | None = None
 
     def __init__(self, *positional: Any, args: ArgsType = None, **keywords: Any) -> None:
+        if len(positional) <= _PLACE_OF_SAVE:
+            keywords.setdefault("save_config_callback", _SaveBesideLogs)
         keywords["parser_kwargs"] = {"exit_on_error": False, **(keywords.get("parser_kwargs") or {})}
 
         def start(words: ArgsType) -> int:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import psutil
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_zero import ZeroCLI, ZeroStrategy
+from lightning_zero.cli.main import main
 from tests.harness.forkserver import RANK_ENVIRONMENT, REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -30,12 +33,14 @@ SHORT = [
 ]
 
 
-def start(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def start(
+    words: list[str], folder: Path, program: Sequence[str] = ("lightning_zero",), **more: str
+) -> subprocess.CompletedProcess[str]:
     """Runs the program in a folder from which the repository's `configs` and `examples` are seen."""
     for name in ("configs", "examples"):
         (folder / name).symlink_to(REPOSITORY / name)
     environment = os.environ | RANK_ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)} | more
-    command = [sys.executable, "-m", "lightning_zero", *words]
+    command = [sys.executable, "-m", *program, *words]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -78,6 +83,28 @@ def test_each_file_trains(name: str, tmp_path: Path) -> None:
     if name == "fit_zero3_nvme":
         assert config["zero_optimization"]["offload_param"]["nvme_path"] == str(nvme)
         assert list(nvme.iterdir())
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """The program under torchrun, as a module, evaluates on two ranks, and without a logger leaves no file."""
+    words = ["validate", "--config", "configs/fit_zero2.yaml", *SHORT[:2], *SHORT[-6:], "--trainer.logger", "false"]
+    torchrun = ["torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m", "lightning_zero"]
+    ended = start([*words, "--trainer.limit_val_batches", "1"], tmp_path, program=torchrun)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert re.search(r"val_loss +│ +[\d.]+", ended.stdout)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configs", "examples"]
+
+
+def test_only_the_first_rank_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What every rank refuses is printed by the first one; the others end with exit code 2, too."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert main(["presets", "nothing"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    assert main(["presets", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("lightning-zero presets: ")
 
 
 def test_a_contradiction_on_several_ranks(tmp_path: Path) -> None:
