@@ -19,8 +19,8 @@ def gathering_initialisation(gather: Gather) -> Iterator[None]:
     Under ``zero.Init`` a parameter is sharded as soon as its module has been made, and the initialisation that a model
     runs at the end of its own constructor would fill empty tensors: torch's defaults would stay, without a word. Rank 0
     fills, the others take its numbers; all draw the same ones, so that their generators stay in step. A module that a
-    checkpoint has filled (``_is_hf_initialized`` on each tensor) is passed over: transformers would draw nothing for it,
-    but its rules may look at the whole shape.
+    checkpoint has filled (``_is_hf_initialized`` on each tensor) is passed over: nothing would be drawn for it, but its
+    rules may look at the whole shape.
 
     Args:
         gather: A context in which parameters are whole, and after which all ranks keep rank 0's values.
@@ -52,5 +52,17 @@ def _apply(module: Module, fill: Callable[[Module, bool], None], custom: bool, g
     buffers = [buffer for part in filled for buffer in part.buffers(recurse=False)]
     if parameters and all(getattr(tensor, "_is_hf_initialized", False) for tensor in (*parameters, *buffers)):
         return
-    with gather(parameters):
+    with gather(parameters), _drawn_in_fp32(parameters):
         fill(module, custom)
+
+
+@contextmanager
+def _drawn_in_fp32(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Whole 16-bit parameters are filled in fp32 and cast: a seed then gives the weights that it gives unsharded."""
+    types = [(parameter, parameter.dtype) for parameter in dict.fromkeys(parameters)]
+    for parameter, dtype in types:
+        if dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    yield
+    for parameter, dtype in types:
+        parameter.data = parameter.data.to(dtype)

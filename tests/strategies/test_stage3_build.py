@@ -59,6 +59,26 @@ def test_initial_weights_are_those_of_an_unsharded_model(config: dict[str, Any])
     assert module.losses == pytest.approx(other.losses, abs=1e-5)
 
 
+@ranks(2)
+def test_initial_weights_in_16_bits_are_those_of_an_unsharded_model() -> None:
+    """Under ``bf16-mixed`` a model built sharded has the weights that the seed gives in fp32, cast; and so has one of
+    torch's own modules.
+    """
+    torch.manual_seed(7)
+    expected = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    module = Llama()
+    other = Regression("sgd")
+    torch.manual_seed(11)
+    plain = torch.nn.Linear(7, 13)  # the first of its layers, by its own seed
+    initial: dict[str, Tensor] = {}
+    for model in (module, other):
+        model.on_fit_start = lambda model=model: initial.update(whole_weights(model.net))  # type: ignore[method-assign]
+        trainer(ZeroStrategy(stage=3), epochs=1, precision="bf16-mixed").fit(model, loader(batches=1))
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(initial[name], parameter.bfloat16().float()), name
+    assert torch.equal(initial["0.weight"], plain.weight.bfloat16().float())
+
+
 @ranks(1)
 def test_transformers_is_left_as_it_was() -> None:
     """After a run, and after one whose ``configure_model`` raises, transformers initialises as ever."""
