@@ -85,7 +85,6 @@ def final(module: L.LightningModule, loaders: Any = None, *, steps: bool = False
         runner,
         optimizer=None,
         scheduler_from_code=False,
-        optimizer_has_cpu_version=None,
         needs_total_steps=steps,
     )
 
