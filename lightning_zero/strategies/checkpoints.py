@@ -29,6 +29,7 @@ from lightning_zero.export.atomic import staged_folder
 from lightning_zero.export.keys import without_compile_prefix
 from lightning_zero.export.lightning_file import VERSION_KEY
 from lightning_zero.export.transformers_dir import write_module_file
+from lightning_zero.integrations.peft import adapted_models
 from lightning_zero.integrations.transformers import pretrained_models, save_configs
 from lightning_zero.strategies.meeting import on_rank_zero
 from lightning_zero.strategies.weights_file import write_weights_file
@@ -97,7 +98,7 @@ def save_weights(
 def _publish(save: Save, module: Module) -> None:
     try:
         models = pretrained_models(module)
-        if len(models) == 1:
+        if len(models) == 1 and not adapted_models(module):  # with adapters in it, no such model could be read
             name, model = models[0]
             with staged_folder(save.root / TRANSFORMERS_FOLDER) as folder:
                 save_configs(model, folder)

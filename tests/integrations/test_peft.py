@@ -73,6 +73,7 @@ def test_adapters_train_resume_and_are_exported() -> None:
     adapters = {name: value for name, value in first.initial.items() if "lora_B" in name}
     assert len(adapters) == 4 and not any(value.any() for value in adapters.values())
     run.save_checkpoint("one.ckpt")
+    assert not list(Path("one.ckpt").rglob("config.json"))  # by which a folder would pass for a model without adapters
     with pytest.raises(CheckpointError, match="save_gathered_weights"):
         first.nets["llama"].save_pretrained("refused")
 
