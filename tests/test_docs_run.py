@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -78,6 +79,9 @@ def launching() -> dict[str, Any]:
     return {"model": Reader(), "data": DataLoader(Rows(8), batch_size=2)}
 
 
+ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(16 * 8).view(16, 8) % 32]
+
+
 def migrating() -> dict[str, Any]:
     from lightning import Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -86,9 +90,40 @@ def migrating() -> dict[str, Any]:
         tiny_llama().save_pretrained("model")
         Path("ds.json").write_text(block_of("docs/migrating.md", "json"))
     torch.distributed.barrier()
-    ids = torch.arange(16 * 8).view(16, 8) % 32
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    return {"rows": rows, "Trainer": Trainer, "DeepSpeedStrategy": DeepSpeedStrategy}
+    return {"rows": ROWS, "Trainer": Trainer, "DeepSpeedStrategy": DeepSpeedStrategy}
+
+
+class Tuned(L.LightningModule):
+    """Trains the transformers model that a page's class builds."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class Llama(Tuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        self.net = self.net or tiny_llama()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(**batch).loss
+
+
+def transformers() -> dict[str, Any]:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    if os.environ["RANK"] == "0":
+        for name in ("model", "teacher"):
+            tiny_llama().save_pretrained(name)
+        get_peft_model(tiny_llama(), config).save_pretrained("adapter")
+    torch.distributed.barrier()
+    run = {"trainer": brief("zero3"), "model": Llama(), "data": DataLoader(ROWS, batch_size=2)}
+    peft = {"LoraConfig": LoraConfig, "PeftModel": PeftModel, "get_peft_model": get_peft_model}
+    return {**run, **peft, "torch": torch, "prompt": torch.tensor([[1, 2, 3]])}
 
 
 SCENES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -96,6 +131,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/fabric.md": fabric,
     "docs/launching.md": launching,
     "docs/migrating.md": migrating,
+    "docs/transformers.md": transformers,
 }
 
 
@@ -127,13 +163,26 @@ def checkpoints(words: dict[str, Any]) -> None:
     brief("zero3").fit(Model(), data)
 
 
+def tune(words: dict[str, Any]) -> None:
+    assert words["tokens"].shape == (1, 23)
+    for name in ("Distilled", "Adapted"):
+        model = type(name, (words[name], Tuned), {})()
+        brief("zero3").fit(model, words["data"])
+        if name == "Distilled":
+            assert next(model.teacher[0].parameters()).numel() == 32 * 16
+
+
 def brief(strategy: str) -> Any:
     from tests.models import trainer
 
     return trainer(strategy, max_steps=1)
 
 
-AFTERWARDS: dict[str, Callable[[dict[str, Any]], None]] = {"docs/zero.md": zero, "docs/checkpoints.md": checkpoints}
+AFTERWARDS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "docs/zero.md": zero,
+    "docs/checkpoints.md": checkpoints,
+    "docs/transformers.md": tune,
+}
 
 
 def python_of(page: Path) -> list[Block]:
