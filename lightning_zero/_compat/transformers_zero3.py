@@ -53,13 +53,11 @@ def inside_zero_init() -> Iterator[None]:
     """To be entered around ``zero.Init``: models of transformers are built in it without another one of their own.
 
     ``set_zero3_state`` says that one is active, so that no second swapper for NVMe is made, and none of those paths is
-    taken on which rank 0 alone draws random numbers. ``prevent_arange_dtype_change`` keeps ``zero.Init`` from rounding
-    positions to 16 bits.
+    taken on which rank 0 alone draws random numbers.
     """
-    from transformers.integrations.deepspeed import prevent_arange_dtype_change
     from transformers.modeling_utils import set_zero3_state
 
-    with prevent_arange_dtype_change(), set_zero3_state():
+    with set_zero3_state():
         yield
 
 

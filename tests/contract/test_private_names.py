@@ -37,7 +37,6 @@ IMPORTED = [
     ("transformers.integrations", "HfDeepSpeedConfig"),
     ("transformers.integrations", "deepspeed"),
     ("transformers.integrations", "is_deepspeed_zero3_enabled"),
-    ("transformers.integrations.deepspeed", "prevent_arange_dtype_change"),
     ("transformers.modeling_utils", "is_deepspeed_zero3_enabled"),
     ("transformers.modeling_utils", "load_state_dict"),
     ("transformers.modeling_utils", "set_zero3_state"),
