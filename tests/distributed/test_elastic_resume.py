@@ -113,11 +113,11 @@ def fit(strategy: Any, devices: int, epochs: int, *callbacks: Callback, **flags:
     return module, runner
 
 
-def save(folder: Path) -> dict[str, dict[str, Tensor]]:
+def save(folder: Path, kinds: list[str]) -> dict[str, dict[str, Tensor]]:
     """Saves after an epoch of each kind; the fp32 weights then."""
     found = {}
-    for kind, flags in SAVED.items():
-        module, runner = fit("zero2" if kind == "bf16" else kind, 2, 1, **flags)
+    for kind in kinds:
+        module, runner = fit("zero2" if kind == "bf16" else kind, 2, 1, **SAVED[kind])
         runner.save_checkpoint(folder / f"{kind}.ckpt")
         found[kind] = masters(module)
     return found
@@ -136,7 +136,7 @@ def resume(folder: Path, kinds: list[tuple[str, str]]) -> list[tuple[Look, dict[
 
 def test_another_number_of_ranks_at_another_stage(tmp_path: Path) -> None:
     """C5: weights, moments, learning rates and counters are those that were saved, and the run ends as one unbroken."""
-    saved = run_ranks(save, 2, tmp_path, timeout=300)[0]
+    saved = run_ranks(save, 2, tmp_path, list(SAVED), timeout=300)[0]
     _, moments_then = plainly_trained(1)
     weights_later, _ = plainly_trained(2)
     lr = 0.02 * 0.9**BATCHES
@@ -160,6 +160,32 @@ def test_another_number_of_ranks_at_another_stage(tmp_path: Path) -> None:
             assert look.groups == [(pytest.approx(lr), 0.1), (pytest.approx(lr), 0.0)], case
             assert (look.epoch, look.step) == (1, BATCHES), case
             assert largest_difference(weights, weights_later) < near, case
+
+
+def load_in_fabric(folder: Path) -> dict[str, Tensor]:
+    """Another epoch in a Fabric's loop, from a Trainer's checkpoint."""
+    fabric = L.Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="zero3")
+    fabric.launch()
+    with fabric.init_module():
+        module = Groups()
+        module.configure_model()
+    configured = module.configure_optimizers()
+    model, optimizer = fabric.setup(module, configured["optimizer"])
+    scheduler = configured["lr_scheduler"]["scheduler"]
+    fabric.load(folder / "zero2.ckpt", {"model": model, "optimizer": optimizer})
+    for rows, targets in Same():
+        fabric.backward(nn.functional.mse_loss(model(rows), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return whole_weights(module)
+
+
+def test_a_trainers_checkpoint_in_fabric_on_more_ranks(tmp_path: Path) -> None:
+    """C5: a Fabric on three ranks at stage 3 goes on from what a Trainer saved on two at stage 2."""
+    run_ranks(save, 2, tmp_path, ["zero2"])
+    expected, _ = plainly_trained(2)
+    assert largest_difference(run_ranks(load_in_fabric, 3, tmp_path)[0], expected) < 1e-6
 
 
 @ranks(2)
