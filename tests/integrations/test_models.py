@@ -87,6 +87,11 @@ class Generating(pretrained.Pretrained):
         tokens: Tensor = self.nets["llama"].generate(prompt, **options)
         return tokens
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.generate()
+        return super().training_step(batch, batch_idx)
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.generated.append(self.generate())
 
@@ -99,8 +104,8 @@ class Generating(pretrained.Pretrained):
 
 @ranks(2)
 def test_ranks_generate_as_long_as_they_like() -> None:
-    """M7: ``generate`` in validation, prediction and after ``fit`` at stage 3, with ranks that stop at different
-    lengths: no hang, the tokens of a whole model with the same weights, and training goes on afterwards.
+    """M7: ``generate`` in training, validation, prediction and after ``fit`` at stage 3, with ranks that stop at
+    different lengths: no hang, the tokens of a whole model with the same weights, and the losses of stage 0.
     """
     pretrained.save({"llama": pretrained.whole_models()["llama"]})
     data = pretrained.tokens(2, ranks=2)
@@ -121,6 +126,10 @@ def test_ranks_generate_as_long_as_they_like() -> None:
     assert expected.shape == (1, 3 + more)
     for tokens in (module.generated[-1], predicted, later):
         assert torch.equal(tokens, expected)
+
+    unsharded = pretrained.Pretrained("llama")
+    trainer(ZeroStrategy(stage=0), epochs=2).fit(unsharded, data)
+    assert torch.allclose(torch.tensor(module.losses), torch.tensor(unsharded.losses), atol=2e-5)
 
     fresh = Generating("llama")  # predict alone, on an engine of its own
     [alone, *_] = trainer(ZeroStrategy(stage=3)).predict(fresh, data)  # type: ignore[misc]
