@@ -74,6 +74,12 @@ class ZeroMonitor(Callback):
                 "ZeroMonitor(layer_norms=True) needs automatic optimization: in manual optimization gradients are "
                 "reduced inside the step. Use layer_norms=False."
             )
+        zero = trainer.strategy.resolved.config.get("zero_optimization", {})
+        if self.layer_norms and zero.get("round_robin_gradients") and trainer.strategy.stage in (1, 2):
+            raise ConfigError(
+                "zero_optimization.round_robin_gradients: with it, DeepSpeed gives gradients of another parameter than "
+                "the one it is asked for. Turn it off, or use ZeroMonitor(layer_norms=False)."
+            )
         if not trainer.loggers:
             rank_zero_warn(
                 "ZeroMonitor logs through the Trainer's loggers, and there is none. Pass Trainer(logger=...)."

@@ -226,13 +226,16 @@ def test_skipped_updates_are_counted() -> None:
 
 @ranks(1)
 def test_refusals() -> None:
-    """Another strategy and manual optimization with layers are refused; no logger is warned of."""
+    """Another strategy, and layers where they cannot be told, are refused; no logger is warned of."""
     with pytest.raises(ConfigError, match=r"ZeroMonitor reads ZeRO engines, and this run has SingleDeviceStrategy"):
         trainer("auto", devices=1, callbacks=[ZeroMonitor()]).fit(Deep("sgd"), loader(ranks=1))
     manual = Deep("sgd")
     manual.automatic_optimization = False
     with pytest.raises(ConfigError, match=r"layer_norms=True\) needs automatic optimization"):
         trainer("zero2", devices=1, callbacks=[ZeroMonitor(layer_norms=True)]).fit(manual, loader(ranks=1))
+    dealt = ZeroStrategy(stage=2, config={"zero_optimization": {"round_robin_gradients": True}})
+    with pytest.raises(ConfigError, match=r"round_robin_gradients: .* ZeroMonitor\(layer_norms=False\)"):
+        trainer(dealt, devices=1, callbacks=[ZeroMonitor(layer_norms=True)]).fit(Deep("sgd"), loader(ranks=1))
     runner: L.Trainer = trainer("zero2", devices=1, callbacks=[ZeroMonitor()], max_steps=1)
     with pytest.warns(UserWarning, match="ZeroMonitor logs through the Trainer's loggers, and there is none"):
         runner.fit(Deep("sgd"), loader(ranks=1))
