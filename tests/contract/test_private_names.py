@@ -6,7 +6,11 @@ import inspect
 import re
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  # its first import sets environment variables, which no test may
 import pytest
+from deepspeed.accelerator import get_accelerator
+
+get_accelerator()  # so does its first call
 
 FOREIGN = ("lightning.", "deepspeed.", "torch.", "transformers.")
 COMPAT = Path(__file__).parents[2] / "lightning_zero" / "_compat"
