@@ -60,6 +60,8 @@ class ZeroCLI(LightningCLI):
         def start(words: ArgsType) -> int:
             try:
                 super(ZeroCLI, self).__init__(*positional, **keywords, args=words)  # type: ignore[misc]  # never twice
+            except SystemExit:  # how Lightning ends a run that was told to stop; the processes were told as well
+                raise
             except BaseException:
                 self._end_processes()
                 raise
@@ -128,11 +130,14 @@ class ZeroCLI(LightningCLI):
         return instantiate
 
     def _end_processes(self) -> None:
-        """Ends the processes that Lightning has started: the others would wait for the one that has failed."""
+        """Ends the processes that Lightning has started, which would wait for the one that has failed.
+
+        As Lightning does after an interrupt: a run's handler of SIGTERM only takes note of it.
+        """
         trainer = vars(self).get("trainer")
         launcher = trainer.strategy.launcher if trainer is not None else None
         if launcher is not None:
-            launcher.kill(signal.SIGTERM)
+            launcher.kill(signal.SIGKILL)
 
 
 def _parameters(made: Callable[..., Any]) -> list[str]:
