@@ -119,6 +119,30 @@ def test_a_contradiction_on_several_ranks(tmp_path: Path) -> None:
     assert left == []
 
 
+FAULTY = """
+from examples.lm import ByteLlama
+
+
+class Faulty(ByteLlama):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            raise KeyError("a mistake of the user's")
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_an_error_on_the_first_rank_ends_all(tmp_path: Path) -> None:
+    """A mistake in the user's own code keeps its traceback, and leaves no rank behind that waits for the others."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    words = ["fit", "--config", "configs/fit_zero2.yaml", "--model", "faulty.Faulty", *SHORT]
+    ended = start(words, tmp_path, RUN_OF=str(tmp_path))
+    assert ended.returncode == 1
+    assert 'KeyError: "a mistake of the user\'s"' in ended.stderr
+    assert 'faulty.py", line 8, in training_step' in ended.stderr
+    left = [p.pid for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("RUN_OF") == str(tmp_path)]
+    assert left == []
+
+
 def test_printed_config_is_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
