@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_zero.config.keys import nearest
 
@@ -17,6 +17,7 @@ _NOT_ACCEPTED = re.compile(r"(?:(Subcommand) '[^']+' does not accept option|Opti
 _EXPECTED = re.compile(r"Expected an? (?!path but)(.+?)(?:\. Got value: (.*))?$")
 _GIVEN = re.compile(r"Given value: (.*)")
 _NO_SUBCLASS = re.compile(r"Not a valid subclass of (\w+)")
+_UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
 _REQUIRED = re.compile(r"the following arguments are required: (?:fit|validate|test|predict)\.(.+)")
 
 _KINDS = {
@@ -29,12 +30,12 @@ _KINDS = {
 _LONGEST = 80  # characters of a value that are shown
 
 
-def explained(message: str, trainer_arguments: Iterable[str] = ()) -> str:
+def explained(message: str, known: Mapping[str, Sequence[str]] | None = None) -> str:
     """One sentence for jsonargparse's tree of everything that it has tried.
 
     Args:
         message: What jsonargparse says.
-        trainer_arguments: Names of the Trainer's arguments, to suggest one for a misspelt one.
+        known: Names of arguments by section, ``trainer`` and such, to suggest one for a misspelt one.
 
     Returns:
         The place, the value and what belongs there; the message itself where it has another form than those known.
@@ -42,6 +43,12 @@ def explained(message: str, trainer_arguments: Iterable[str] = ()) -> str:
     required = _REQUIRED.match(message)
     if required:
         return f"{required[1]}: is missing, and the run needs it."
+    known = known or {}
+    if unknown := _UNKNOWN.match(message):
+        section, _, wrong = unknown[1].rpartition(".")
+        near = nearest(wrong, list(known.get(section, ())), cutoff=0.5)
+        hint = f"Write {near}." if near else "See --help for what there is."
+        return f"{unknown[1]}: there is no such argument. {hint}"
     place: list[str] = []
     expected: list[str] = []
     owner: str | None = None
@@ -56,7 +63,7 @@ def explained(message: str, trainer_arguments: Iterable[str] = ()) -> str:
             expected.clear()
         elif found := _NOT_ACCEPTED.match(line):
             inside = [] if found[1] else ["init_args"] * bool(owner)
-            return _not_accepted([*place, *inside, *found[2].split(".")], owner, trainer_arguments)
+            return _not_accepted([*place, *inside, *found[2].split(".")], owner, known.get("trainer", ()))
         elif owner and not expected and not place[1:] and not _is_about_types(line):
             return f"{'.'.join(place)}.class_path: {owner} cannot be used: {line}."
         elif found := _EXPECTED.match(line):

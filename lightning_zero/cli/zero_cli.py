@@ -12,16 +12,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import ArgumentError, Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
+from lightning_zero.checkpoint.layout import locate
 from lightning_zero.cli.failures import DEBUG, exit_code_of
 from lightning_zero.cli.parse_errors import explained
 from lightning_zero.config.keys import nearest
-from lightning_zero.errors import ConfigError
+from lightning_zero.errors import CheckpointError, ConfigError
 
+_CHECKPOINTS_BY_WORD = ("best", "last", "hpc", "registry")
 _PLACE_OF_SAVE = 2  # of save_config_callback among the arguments
 
 
@@ -88,20 +92,42 @@ class ZeroCLI(LightningCLI):
             else:
                 self.config = parser.parse_args(args)
         except ArgumentError as error:
-            raise ConfigError(explained(str(error), _parameters(self.trainer_class))) from error
+            known = {
+                "trainer": _parameters(self.trainer_class),
+                "model": _parameters(self.model_class),
+                "data": _parameters(self.datamodule_class),
+            }
+            raise ConfigError(explained(str(error), known)) from error
         self.settings.pop("debug", None)  # a saved config is for any LightningCLI
         name = self.settings.get("trainer.strategy")
         names = StrategyRegistry.available_strategies()
         if isinstance(name, str) and name not in ("auto", *names):
             near = nearest(name, names, cutoff=0.5)
             hint = f"Write {near}." if near else f"Write one of {', '.join(names)}."
+            if name.startswith("["):
+                hint = "It is a list; write one name, or a class_path with its init_args."
             raise ConfigError(f"trainer.strategy: there is none named {name}. {hint}")
+        path = self.settings.get("ckpt_path")
+        if path is not None and path not in _CHECKPOINTS_BY_WORD and "://" not in str(path):
+            try:
+                locate(path)  # a run would find out when the processes have started and the model is built
+            except CheckpointError as error:
+                raise type(error)(f"ckpt_path: {error}") from error
 
     @override
     def before_instantiate_classes(self) -> None:
         """Lets errors of strategies and callbacks name the YAML."""
         self.parser.add_instantiator(self._saying_where("trainer.strategy.init_args"), Strategy)
         self.parser.add_instantiator(self._saying_where("trainer.callbacks"), Callback)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, MisconfigurationException) as error:
+            raise ConfigError(f"trainer: {error}") from error  # Lightning tells of a wrong flag in any of these
 
     @override
     def instantiate_classes(self) -> None:
@@ -140,5 +166,5 @@ class ZeroCLI(LightningCLI):
             launcher.kill(signal.SIGKILL)
 
 
-def _parameters(made: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(made).parameters)
+def _parameters(made: Callable[..., Any] | None) -> list[str]:
+    return [] if made is None else list(inspect.signature(made).parameters)

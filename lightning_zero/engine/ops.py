@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,9 @@ def _build(name: str, *, say: bool) -> None:
                     builder.load(verbose=False)
                 turn.write_text(_releases())
                 return
-        builder.load(verbose=False)  # nothing to compile: ranks need not wait for each other
+        # Nothing to compile, so ranks need not wait for each other; unless sources have been installed anew.
+        with _saying_so(name, folder) if say else nullcontext():
+            builder.load(verbose=False)
 
 
 def _releases() -> str:
@@ -323,10 +325,13 @@ def _install(debian: str, fedora: str) -> str:
 
 
 def _path_with_ninja() -> str:
-    """``PATH`` and ninja from its wheel, whose script is not on it when a venv's python is called by its path."""
+    """``PATH``, led by the ninja of its wheel, whose script is not on it when a venv's python is called by its path.
+
+    A system's ninja of another release would take what this one has built for stale, and compile it again each time.
+    """
     path = os.environ.get("PATH", os.defpath)
     try:
         import ninja
     except ModuleNotFoundError:
         return path
-    return os.pathsep.join((path, ninja.BIN_DIR))
+    return os.pathsep.join((ninja.BIN_DIR, path))

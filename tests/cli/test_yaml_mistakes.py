@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.lm import ByteLlama
 from lightning_zero import ConfigError, ZeroCLI
 from lightning_zero.cli.main import main
 
@@ -70,7 +71,11 @@ MISTAKES = {
         zero("{stage: 3, config: {zero_optimization: {stage: 2}}}"),
         f"{STRATEGY}: zero_optimization.stage: config says 2, argument stage=3 says 3.",
     ),
-    "a Lightning refusal": (f"{RUN}  val_check_interval: 2.5", "invalid value 2.5 for val_check_interval"),
+    "a Lightning refusal": (f"{RUN}  val_check_interval: 2.5", "trainer: "),
+    "a Lightning refusal's text": (f"{RUN}  val_check_interval: 2.5", "invalid value 2.5 for val_check_interval"),
+    "a word for devices": (f"{RUN}  accelerator: cpu\n  devices: two", "trainer: `devices` selected with"),
+    "a checkpoint that there is not": (f"{RUN}\nckpt_path: nowhere.ckpt", "nowhere.ckpt does not exist"),
+    "a checkpoint, its place": (f"{RUN}\nckpt_path: nowhere.ckpt", "lightning-zero fit: ckpt_path: "),
 }
 
 
@@ -104,6 +109,8 @@ def test_on_the_command_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(RUN)
     assert main(["fit", "--config", "run.yaml", "--trainer.max_epochs", "ten"]) == 2
     assert "lightning-zero fit: trainer.max_epochs: is ten. Write a whole number" in capsys.readouterr().err
+    assert main(["fit", "--config", "run.yaml", "--trainer.strategy", "[zero2, zero3]"]) == 2
+    assert "trainer.strategy: there is none named [zero2, zero3]. It is a list" in capsys.readouterr().err
     assert main(["fit", "--config", "nothing.yaml"]) == 2
     assert "nothing.yaml" in capsys.readouterr().err
 
@@ -119,3 +126,5 @@ def test_as_a_program_of_ones_own(capsys: pytest.CaptureFixture[str], monkeypatc
         ZeroCLI()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("program.py: trainer.strategy.init_args.stge: ")
+    with pytest.raises(ConfigError, match=r"model\.hiden_size: there is no such argument\. Write hidden_size\."):
+        ZeroCLI(ByteLlama, args=["fit", "--model.hiden_size", "8"])

@@ -95,6 +95,18 @@ def test_ninja_need_not_be_on_the_path() -> None:
     assert ops.check_ops(["cpu_adam"]) == ()
 
 
+def test_a_systems_ninja_is_not_used(tmp_path: Path) -> None:
+    """Another release of ninja, first on PATH, would take a compiled op for stale; the wheel's goes before it."""
+    copy_from_cache(SHM, tmp_path / "cache")
+    command = tmp_path / "bin" / "ninja"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\ntouch {tmp_path / 'used'}\nexit 1\n")
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    run_ranks(build_and_listen, 1, SHM, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "PATH": path})
+    assert not (tmp_path / "used").exists()
+
+
 def test_a_compiled_op_needs_no_compiler(tmp_path: Path) -> None:
     """A machine that has the library in its cache is not asked for a compiler."""
     copy_from_cache(SHM, tmp_path)
