@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +149,19 @@ def _renamed(source: Source, format_: str, strip_prefix: str | None) -> dict[str
     if home is None:
         raise CheckpointError(
             f"{source.location.root} has no transformers/config.json, which format='transformers' needs. "
-            "Put the model's config.json there, or use format='safetensors'."
+            f"{_without_config(names)}"
         )
     prefix = strip_prefix if strip_prefix is not None else recorded_prefix(home)
     return rename_keys(names, common_prefix(names) if prefix is None else prefix, strip_compile=True, only_below=True)
+
+
+def _without_config(names: Sequence[str]) -> str:
+    if any(".lora_" in name for name in names):
+        return (
+            "It holds adapters: load it in a run and call `trainer.strategy.save_gathered_weights(path)`, which writes "
+            "the folder that PeftModel.from_pretrained reads; or use format='safetensors' (--format safetensors)."
+        )
+    return "Put the model's config.json there, or use format='safetensors' (--format safetensors)."
 
 
 def _exported_dtype(stored: StoredTensor, dtype: torch.dtype | None, source: Source) -> torch.dtype:

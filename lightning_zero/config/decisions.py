@@ -71,6 +71,8 @@ def micro_batch(run: Run) -> Fact[int] | None:
     if run.facts.micro_batch_size is not None:
         return run.facts.micro_batch_size
     total, world, steps = run.literal(TOTAL), data_parallel_size(run), run.literal(ACCUMULATION)
+    if run.facts.loop_accumulates and total is None and run.literal(MICRO) is None:
+        return Fact(1, "Fabric (nothing depends on it)")
     if run.literal(MICRO) is not None or total is None or world is None or steps is None:
         return None
     share, rest = divmod(total, world.value * steps)
@@ -114,7 +116,7 @@ def clipping(run: Run) -> Fact[float] | None:
 
 def no_clipping(run: Run) -> Fact[float]:
     """Zero, since DeepSpeed's own default clips."""
-    return Fact(0.0, "no gradient clipping is asked for")
+    return Fact(0.0, "Fabric (clip_gradients)" if run.facts.loop_accumulates else "no gradient clipping is asked for")
 
 
 def no_weight_decay(run: Run) -> Fact[float]:

@@ -169,7 +169,8 @@ RULES: Final[tuple[Rule, ...]] = (
         reads="`trainer.estimated_stepping_batches`",
         decide=decisions.total_steps,
         remedy='Write "auto" there, or set max_steps to the same number.',
-        missing="The run's length is not known: set max_steps, or write a number there.",
+        missing="The run's length is not known: set the Trainer's max_steps, or write a number there; for Fabric pass "
+        'auto={"scheduler.params.total_num_steps": ...}.',
         since="final",
     ),
     Rule(

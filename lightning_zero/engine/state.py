@@ -186,7 +186,12 @@ def check_weights(
         problems["unexpected"] = sorted(extra)
     told = [f"{_some(names)} {kind}" for kind, names in problems.items() if names]
     if told:
-        remedy = "Give the model that was saved" + (", or set strict_loading = False." if strict else ".")
+        remedy = "Give the model that was saved."
+        if not problems["of another shape"]:  # which no flag lets through
+            remedy = (
+                "Give the model that was saved, or let names differ: strict_loading = False on a LightningModule, "
+                "strict=False in a call."
+            )
         raise CheckpointError(f"{where} does not fit {type(module).__name__}: {'; '.join(told)}. {remedy}")
 
 

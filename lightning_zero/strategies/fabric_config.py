@@ -15,11 +15,10 @@ from lightning_zero.config.facts import Fact, RunFacts
 from lightning_zero.config.resolve import ResolvedConfig, resolve_config
 from lightning_zero.config.sources import SourcedConfig
 from lightning_zero.engine import ops
-from lightning_zero.engine.accumulation import caller_owned
 from lightning_zero.errors import ConfigError
 from lightning_zero.integrations.transformers import hidden_size
 from lightning_zero.strategies import checks
-from lightning_zero.strategies.run_config import buildable, tell
+from lightning_zero.strategies.run_config import buildable, stepped_by_the_loop, tell
 from lightning_zero.strategies.run_facts import hyper_parameters, optimizer_facts
 
 
@@ -97,7 +96,7 @@ class FabricConfig:
         )
         resolved = buildable(resolve_config(self._sources, facts), facts)
         tell(resolved)
-        return replace(resolved, config=caller_owned(resolved.config))
+        return stepped_by_the_loop(resolved)
 
     def for_evaluation(self, module: Module) -> ResolvedConfig:
         """The config of a model without an optimizer.

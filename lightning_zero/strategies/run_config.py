@@ -109,7 +109,7 @@ class RunConfig:
         self._loaders_made_early = trainer.train_dataloader is not None
         resolved = resolve_config(self._sources, facts)
         if not trainer.lightning_module.automatic_optimization:
-            resolved = replace(resolved, config=caller_owned(resolved.config))
+            resolved = stepped_by_the_loop(resolved)
         self._take(resolved)
         tell(self.resolved)
 
@@ -138,6 +138,16 @@ class RunConfig:
 def buildable(resolved: ResolvedConfig, facts: RunFacts) -> ResolvedConfig:
     """A config without what DeepSpeed cannot compile here, where it can do without."""
     return replace(resolved, config=ops.without_missing(resolved.config, facts.accelerator or "cpu"))
+
+
+def stepped_by_the_loop(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The config for a loop that decides itself when to step: manual optimization, and Fabric's."""
+    config = caller_owned(resolved.config)
+    before = resolved.config.get("zero_optimization", {})
+    origins = {"managed_gradient_accumulation": "the training loop decides when to step"}
+    if config.get("zero_optimization", {}).get("overlap_comm") != before.get("overlap_comm"):
+        origins["zero_optimization.overlap_comm"] = "off, as it needs to know below stage 2 when a step follows"
+    return replace(resolved, config=config, origins={**resolved.origins, **origins})
 
 
 def tell(resolved: ResolvedConfig) -> None:

@@ -6,6 +6,7 @@ The server imports `tests.harness.preload`. It holds no thread and no OpenMP poo
 import functools
 import multiprocessing
 import os
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -15,7 +16,13 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # One thread per rank: the machine's cores are shared by the ranks, and libgomp reads its variable when it is loaded.
-RANK_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Plain DeepSpeed compiles with the first ninja on PATH, and another release than ours would compile everything again.
+RANK_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PATH": os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath))),
+}
 
 
 @contextmanager
