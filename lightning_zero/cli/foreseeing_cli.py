@@ -21,6 +21,7 @@ JSON = "--json"
 
 
 class _ForeseeingCLI(ZeroCLI):
+    _reads_checkpoint = False
     foreseen: Foreseen
 
     @override

@@ -54,6 +54,7 @@ class ZeroCLI(LightningCLI):
         ConfigError: With ``args``, when a value does not fit.
     """
 
+    _reads_checkpoint = True
     _refusal: ConfigError | None = None
 
     def __init__(self, *positional: Any, args: ArgsType = None, **keywords: Any) -> None:
@@ -108,7 +109,7 @@ class ZeroCLI(LightningCLI):
                 hint = "It is a list; write one name, or a class_path with its init_args."
             raise ConfigError(f"trainer.strategy: there is none named {name}. {hint}")
         path = self.settings.get("ckpt_path")
-        if path is not None and path not in _CHECKPOINTS_BY_WORD and "://" not in str(path):
+        if self._reads_checkpoint and path is not None and path not in _CHECKPOINTS_BY_WORD and "://" not in str(path):
             try:
                 locate(path)  # a run would find out when the processes have started and the model is built
             except CheckpointError as error:

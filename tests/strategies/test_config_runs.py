@@ -210,7 +210,7 @@ def test_loaders_that_do_not_tell() -> None:
 
     asked = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}}}
     stream = DataLoader(_Stream(), batch_size=2)
-    with pytest.raises(ConfigError, match=r"total_num_steps.*\"auto\".*set max_steps"):
+    with pytest.raises(ConfigError, match=r"total_num_steps.*\"auto\".*set the Trainer.s max_steps"):
         trainer(ZeroStrategy(config=asked), max_steps=-1).fit(Configured("optimizer"), stream)
     runner = trainer(ZeroStrategy(config=asked), max_steps=3)
     runner.fit(Configured("optimizer"), stream)
